@@ -1,0 +1,40 @@
+"""Exact speculative decoding: propose, verify and commit on one static-shape KV buffer.
+
+Who proposes, chain or tree, and which rule commits are three independent choices::
+
+    import models
+    import spec_jax as sj
+
+    target = models.load("smollm2-135m")
+    decoder = sj.Decoder(target, proposer=sj.propose.PromptLookup(), rule=sj.verify.Match(), max_len=1024)
+    results = decoder.generate(["Once upon a time"], sj.SamplingParams(temperature=0.0))
+"""
+
+from spec_jax import metrics, propose, sampling, stop, verify
+from spec_jax.contract import Contract, ContractError, Law, Promise
+from spec_jax.decode import Decoder, Result, Results
+from spec_jax.kv import KVBuffer
+from spec_jax.metrics import Stats
+from spec_jax.sampling import SamplingParams
+from spec_jax.target import Target
+from spec_jax.tree import Tree
+
+__all__ = [
+    "Contract",
+    "ContractError",
+    "Decoder",
+    "KVBuffer",
+    "Law",
+    "Promise",
+    "Result",
+    "Results",
+    "SamplingParams",
+    "Stats",
+    "Target",
+    "Tree",
+    "metrics",
+    "propose",
+    "sampling",
+    "stop",
+    "verify",
+]

@@ -1,0 +1,91 @@
+"""The static-shape KV buffer with masked commit.
+
+A buffer never grows or shrinks. Each row has a committed `length`; whatever lies behind it is scratch. Scoring
+writes the nodes of a tree into the scratch at `length..length+N`, attention shows a node only the committed
+prefix and its own ancestors, and `commit` keeps the accepted nodes by moving them next to the prefix and
+advancing `length`. Rejection is no work at all: stale rows are masked by length, never cleared.
+
+Layout: one `[B, K, S, D]` array of keys and one of values per layer. Writes are native scatters with dropped
+out-of-range indices, a form that XLA keeps in place inside a loop on TPU, and its readers need no relayout.
+"""
+
+import dataclasses
+from typing import Self
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class KVBuffer:
+    """Keys and values of every layer, and how many positions of each row are committed."""
+
+    keys: tuple[Float[Array, "B K S D"], ...]
+    values: tuple[Float[Array, "B K S D"], ...]
+    length_B: Int[Array, "B"]
+
+    @classmethod
+    def create(
+        cls, num_layers: int, batch: int, num_kv_heads: int, capacity: int, head_dim: int, dtype=jnp.float32
+    ) -> Self:
+        """An empty buffer for `capacity` positions a row, committed and scratch together."""
+        shape = (batch, num_kv_heads, capacity, head_dim)
+        return cls(
+            keys=tuple(jnp.zeros(shape, dtype) for _ in range(num_layers)),
+            values=tuple(jnp.zeros(shape, dtype) for _ in range(num_layers)),
+            length_B=jnp.zeros((batch,), jnp.int32),
+        )
+
+    @property
+    def capacity(self) -> int:
+        return self.keys[0].shape[2]
+
+    def with_length(self, length_B: Int[Array, "B"]) -> Self:
+        """The same rows with another committed length (shorter: a rollback; longer: scratch becomes committed)."""
+        return dataclasses.replace(self, length_B=length_B)
+
+    def write(self, layer: int, k_BxNxKxD: Float[Array, "B N K D"], v_BxNxKxD: Float[Array, "B N K D"]) -> Self:
+        """Writes N positions of one layer into the scratch at `length..length+N`.
+
+        A position past the capacity is dropped and never lands elsewhere; the decoder reserves the space so that
+        this does not happen to a live row.
+        """
+        position_BxN = self.length_B[:, None] + jnp.arange(k_BxNxKxD.shape[1])[None, :]
+        return dataclasses.replace(
+            self,
+            keys=_replaced(self.keys, layer, _scatter(self.keys[layer], position_BxN, k_BxNxKxD)),
+            values=_replaced(self.values, layer, _scatter(self.values[layer], position_BxN, v_BxNxKxD)),
+        )
+
+    def commit(self, count_B: Int[Array, "B"], path_BxP: Int[Array, "B P"] | None = None) -> Self:
+        """Keeps the first `count` nodes of `path` and drops every other scratch row.
+
+        Args:
+          count_B: how many nodes are committed, 0 for a row that is not in this cycle.
+          path_BxP: indices of the nodes in the order of the text; None where node i is the i-th of the text (a
+            chain), so that nothing has to move. Entries from `count` on are ignored.
+        """
+        committed = self.with_length(self.length_B + count_B)
+        if path_BxP is None:
+            return committed
+        step_1xP = jnp.arange(path_BxP.shape[1])[None, :]
+        source_BxP = self.length_B[:, None] + path_BxP
+        target_BxP = jnp.where(step_1xP < count_B[:, None], self.length_B[:, None] + step_1xP, self.capacity)
+
+        def move(rows_BxKxSxD):
+            moved_BxKxPxD = jnp.take_along_axis(rows_BxKxSxD, source_BxP[:, None, :, None], axis=2, mode="clip")
+            return _scatter(rows_BxKxSxD, target_BxP, moved_BxKxPxD.transpose(0, 2, 1, 3))
+
+        return dataclasses.replace(committed, keys=tuple(map(move, self.keys)), values=tuple(map(move, self.values)))
+
+
+def _scatter(rows_BxKxSxD, position_BxN, new_BxNxKxD):
+    batch_Bx1 = jnp.arange(rows_BxKxSxD.shape[0])[:, None]
+    new_BxNxKxD = new_BxNxKxD.astype(rows_BxKxSxD.dtype)
+    return rows_BxKxSxD.at[batch_Bx1, :, position_BxN].set(new_BxNxKxD, mode="drop")
+
+
+def _replaced(items: tuple, index: int, item) -> tuple:
+    return items[:index] + (item,) + items[index + 1 :]

@@ -1,0 +1,151 @@
+"""What a proposer is, and what it hands to the verifier."""
+
+import dataclasses
+from typing import Any, Protocol
+
+import jax
+from jaxtyping import Array, Bool, Float, Int
+
+from spec_jax.contract import Law
+from spec_jax.sampling import SamplingRows
+from spec_jax.tree import Tree
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Proposal:
+    """Drafted tokens laid out as a tree.
+
+    Attributes:
+      tokens_BxN: node 0 is the root (the last committed token), the others are drafted.
+      valid_BxN: which nodes were drafted. The root is valid, and a valid node's parent is valid. Invalid nodes are
+        scored like the others and never accepted.
+      draft_probs_BxNxV: row n is the law from which the children of node n were drawn (float32); None for a point
+        mass. Rows of leaves are ignored.
+      tree, law: static.
+    """
+
+    tokens_BxN: Int[Array, "B N"]
+    valid_BxN: Bool[Array, "B N"]
+    draft_probs_BxNxV: Float[Array, "B N V"] | None
+    tree: Tree = dataclasses.field(metadata={"static": True})
+    law: Law = dataclasses.field(metadata={"static": True})
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Context:
+    """The committed text a proposer continues.
+
+    Attributes:
+      tokens_BxS: prompt and output; entries from `num_tokens` on are undefined.
+      num_tokens_B: committed tokens of each row; the last one is the root of this cycle.
+      rows: the requests' sampling parameters.
+    """
+
+    tokens_BxS: Int[Array, "B S"]
+    num_tokens_B: Int[Array, "B"]
+    rows: SamplingRows
+
+    @property
+    def root_position_B(self) -> Int[Array, "B"]:
+        return self.num_tokens_B - 1
+
+    @property
+    def root_B(self) -> Int[Array, "B"]:
+        return jax.numpy.take_along_axis(self.tokens_BxS, self.root_position_B[:, None], axis=1)[:, 0]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Committed:
+    """What one cycle committed.
+
+    Attributes:
+      path_BxP: nodes of the scored tree whose KV was committed, root first; entries from `count` on are out of
+        range.
+      tokens_BxP: the tokens emitted: those of path[1:], then the correction or bonus token.
+      count_B: emitted tokens, which is also the number of committed nodes; 0 for a row that took no part.
+      taps: hidden states that the proposer asked for, at every scored node.
+      drafted: static; whether the cycle verified this proposer's proposal (False: a plain step).
+    """
+
+    path_BxP: Int[Array, "B P"]
+    tokens_BxP: Int[Array, "B P"]
+    count_B: Int[Array, "B"]
+    taps: tuple[Float[Array, "B N E"], ...]
+    drafted: bool = dataclasses.field(metadata={"static": True})
+
+
+class Proposer(Protocol):
+    """Supplies candidates; the target decides. Frozen and hashable: compiled programs are cached by it.
+
+    Attributes:
+      tree: the static shape of its proposals.
+      law: how their tokens are drawn.
+      taps: hidden states of the target it wants to observe (see `Target.forward`).
+      params: a pytree of arrays, an argument of the compiled program.
+
+    State is a pytree of arrays with the batch in front. `rollback` needs no method: a proposer never stores more
+    than what `observe` was told is committed, or masks the rest by length.
+    """
+
+    tree: Tree
+    law: Law
+    taps: tuple[int, ...]
+    params: Any
+
+    def check(self, target: Any, max_len: int) -> None:
+        """Raises ContractError where this proposer cannot serve the target."""
+        ...
+
+    def init(self, batch: int, capacity: int) -> Any:
+        """State of empty rows whose text may grow to `capacity` tokens (scratch included)."""
+        ...
+
+    def prefill(
+        self,
+        params: Any,
+        state: Any,
+        tokens_BxC: Int[Array, "B C"],
+        start: Int[Array, ""],
+        taps: tuple[Float[Array, "B C E"], ...],
+    ) -> Any:
+        """Takes in prompt tokens `start..start+C` (right-padded) with the target's taps at them."""
+        ...
+
+    def propose(self, params: Any, state: Any, context: Context) -> tuple[Proposal, Any]:
+        """Drafts a tree that continues the context."""
+        ...
+
+    def observe(self, params: Any, state: Any, context: Context, committed: Committed) -> Any:
+        """Brings the state to exactly what is committed; `context` is the one *before* the cycle.
+
+        Called after plain steps too, so that the draft state never goes stale while speculation is off.
+        """
+        ...
+
+
+@dataclasses.dataclass(frozen=True)
+class Stateless:
+    """Base of proposers that keep nothing between cycles: they read the committed text only."""
+
+    @property
+    def taps(self) -> tuple[int, ...]:
+        return ()
+
+    @property
+    def params(self) -> None:
+        return None
+
+    def check(self, target, max_len: int) -> None:
+        """Any target will do."""
+
+    def init(self, batch: int, capacity: int) -> None:
+        return None
+
+    def prefill(self, params, state, tokens_BxC, start, taps) -> None:
+        return None
+
+    def observe(self, params, state, context, committed) -> None:
+        return None
