@@ -7,7 +7,6 @@ buffer is laid out, and which implementation runs, is decided here.
 from jaxtyping import Array, Float, UInt32
 
 from kernels_pallas import tree_attention
-from kernels_pallas.tree_attention import visible
 from spec_jax.kv import KVBuffer
 
 

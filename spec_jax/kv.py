@@ -10,7 +10,6 @@ out-of-range indices, a form that XLA keeps in place inside a loop on TPU, and i
 """
 
 import dataclasses
-from typing import Self
 
 import jax
 import jax.numpy as jnp
@@ -29,7 +28,7 @@ class KVBuffer:
     @classmethod
     def create(
         cls, num_layers: int, batch: int, num_kv_heads: int, capacity: int, head_dim: int, dtype=jnp.float32
-    ) -> Self:
+    ) -> "KVBuffer":
         """An empty buffer for `capacity` positions a row, committed and scratch together."""
         shape = (batch, num_kv_heads, capacity, head_dim)
         return cls(
@@ -42,11 +41,11 @@ class KVBuffer:
     def capacity(self) -> int:
         return self.keys[0].shape[2]
 
-    def with_length(self, length_B: Int[Array, "B"]) -> Self:
+    def with_length(self, length_B: Int[Array, "B"]) -> "KVBuffer":
         """The same rows with another committed length (shorter: a rollback; longer: scratch becomes committed)."""
         return dataclasses.replace(self, length_B=length_B)
 
-    def write(self, layer: int, k_BxNxKxD: Float[Array, "B N K D"], v_BxNxKxD: Float[Array, "B N K D"]) -> Self:
+    def write(self, layer: int, k_BxNxKxD: Float[Array, "B N K D"], v_BxNxKxD: Float[Array, "B N K D"]) -> "KVBuffer":
         """Writes N positions of one layer into the scratch at `length..length+N`.
 
         A position past the capacity is dropped and never lands elsewhere; the decoder reserves the space so that
@@ -59,7 +58,7 @@ class KVBuffer:
             values=_replaced(self.values, layer, _scatter(self.values[layer], position_BxN, v_BxNxKxD)),
         )
 
-    def commit(self, count_B: Int[Array, "B"], path_BxP: Int[Array, "B P"] | None = None) -> Self:
+    def commit(self, count_B: Int[Array, "B"], path_BxP: Int[Array, "B P"] | None = None) -> "KVBuffer":
         """Keeps the first `count` nodes of `path` and drops every other scratch row.
 
         Args:

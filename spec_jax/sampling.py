@@ -38,14 +38,14 @@ class SamplingParams:
     Filters apply in the order temperature, top-k, top-p, min-p, each to the law the one before it left.
     """
 
-    temperature: float = 1.0
+    temperature: float | int = 1.0
     top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
+    top_p: float | int = 1.0
+    min_p: float | int = 0.0
     seed: int | None = None
     max_new_tokens: int = 128
-    stop_token_ids: tuple[int, ...] = ()
-    stop: tuple[str, ...] = ()
+    stop_token_ids: Sequence[int] = ()
+    stop: Sequence[str] | str = ()
     ignore_eos: bool = False
 
     def __post_init__(self):

@@ -19,8 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from spec_jax import sampling
-from spec_jax.attention import attend, visible
+from spec_jax.attention import attend
 from spec_jax.contract import Law
 from spec_jax.cycle import DecodeState
 from spec_jax.kv import KVBuffer
@@ -99,9 +98,11 @@ class HistLM(_Toy):
 
 
 class TinyTransformer(_Toy):
-    """A random two-layer pre-norm transformer with grouped queries and learned-free rotary positions."""
+    """A random two-layer pre-norm transformer with grouped queries and rotary positions."""
 
-    def __init__(self, vocab_size: int = 17, width: int = 16, layers: int = 2, heads: int = 4, kv_heads: int = 2, seed=0):
+    def __init__(
+        self, vocab_size: int = 17, width: int = 16, layers: int = 2, heads: int = 4, kv_heads: int = 2, seed: int = 0
+    ):
         self.vocab_size, self.layers, self.heads, self.kv_heads = vocab_size, layers, heads, kv_heads
         self.head_dim = width // heads
         rng = np.random.default_rng(seed)
@@ -370,8 +371,6 @@ def assert_invariants(before: DecodeState, after: DecodeState) -> None:
     for row, count in enumerate(before.num_tokens_B):
         if (before.tokens_BxS[row, :count] != after.tokens_BxS[row, :count]).any():
             raise AssertionError(f"row {row}: committed tokens changed")
-        for old, new in zip(
-            before.kv.keys + before.kv.values, after.kv.keys + after.kv.values, strict=True
-        ):
+        for old, new in zip(before.kv.keys + before.kv.values, after.kv.keys + after.kv.values, strict=True):
             if not np.array_equal(old[row, :, : count - 1], new[row, :, : count - 1], equal_nan=True):
                 raise AssertionError(f"row {row}: committed KV changed")

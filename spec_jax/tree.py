@@ -6,7 +6,6 @@ Node 0 is the root, the last committed token; every other node is a drafted toke
 import dataclasses
 import functools
 from collections.abc import Iterable, Sequence
-from typing import Self
 
 import numpy as np
 
@@ -37,14 +36,14 @@ class Tree:
                 )
 
     @classmethod
-    def chain(cls, length: int) -> Self:
+    def chain(cls, length: int) -> "Tree":
         """The root and `length` drafted tokens in a row; `length` 0 is plain decoding."""
         if length < 0:
             raise ValueError(f"a chain has length >= 0, got {length}")
         return cls(tuple(range(-1, length)))
 
     @classmethod
-    def from_paths(cls, paths: Iterable[Sequence[int]]) -> Self:
+    def from_paths(cls, paths: Iterable[Sequence[int]]) -> "Tree":
         """A tree from paths of child ranks, as published for Medusa and EAGLE: `[[0], [1], [0, 0]]`.
 
         Nodes are ordered by depth, then by path. Every prefix of a path must be given too.

@@ -1,7 +1,7 @@
 """What a proposer is, and what it hands to the verifier."""
 
 import dataclasses
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 from jaxtyping import Array, Bool, Float, Int
@@ -77,6 +77,7 @@ class Committed:
     drafted: bool = dataclasses.field(metadata={"static": True})
 
 
+@runtime_checkable
 class Proposer(Protocol):
     """Supplies candidates; the target decides. Frozen and hashable: compiled programs are cached by it.
 

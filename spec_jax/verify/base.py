@@ -2,7 +2,7 @@
 
 import abc
 import dataclasses
-from typing import ClassVar, Protocol
+from typing import ClassVar, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -37,6 +37,7 @@ class Acceptance:
         return cls(jnp.asarray(tree.path_NxP)[node_B], jnp.asarray(tree.depth_N)[node_B], next_token_B)
 
 
+@runtime_checkable
 class Rule(Protocol):
     """Decides which drafted tokens are committed.
 

@@ -1,0 +1,19 @@
+"""Strict numerics for every test, and compiled programs kept between runs."""
+
+import pathlib
+
+import jax
+import pytest
+
+jax.config.update("jax_numpy_dtype_promotion", "strict")
+jax.config.update("jax_numpy_rank_promotion", "raise")
+jax.config.update("jax_compilation_cache_dir", str(pathlib.Path(__file__).parents[1] / ".jax_cache"))
+jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
+
+
+@pytest.fixture(scope="session")
+def smollm2():
+    """The real model in float32; downloaded on first use."""
+    import models
+
+    return models.load("smollm2-135m")
