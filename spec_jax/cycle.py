@@ -15,6 +15,7 @@ from spec_jax.kv import KVBuffer
 from spec_jax.metrics import Counters
 from spec_jax.propose.base import Committed, Context, Proposal, Proposer
 from spec_jax.propose.plain import root_only
+from spec_jax.pytree import pytree
 from spec_jax.sampling import SamplingRows
 from spec_jax.stop import StopRows
 from spec_jax.target import Target
@@ -31,8 +32,7 @@ class Plan:
     prefill_chunk: int
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
+@pytree
 class Params:
     """The arrays of the models of a plan."""
 
@@ -40,8 +40,7 @@ class Params:
     proposer: Any
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
+@pytree
 class DecodeState:
     """Everything one cycle reads and writes.
 
@@ -129,14 +128,15 @@ def reconcile(
     state: DecodeState,
     proposal: Proposal,
     acceptance: Acceptance,
-    kv: KVBuffer,
+    nan_BxN: Bool[Array, "B N"],
     taps: tuple,
-    failed_B: Bool[Array, "B"],
+    kv: KVBuffer,
     speculate: bool = True,
 ) -> DecodeState:
     """Cuts the accepted run, commits what is left of it everywhere, and counts it.
 
-    Rows that are finished, and rows of `failed_B` (not a number in the logits), commit nothing.
+    Rows that are finished commit nothing. Nor does a row whose accepted path meets a node of `nan_BxN` (the target's
+    logits there are not numbers): it ends with an error, and its mates do not notice.
     """
     tree, path_BxP = proposal.tree, acceptance.path_BxP
     B, P = path_BxP.shape
@@ -147,6 +147,8 @@ def reconcile(
         jnp.roll(on_path_BxP, -1, axis=1),
         acceptance.next_token_B[:, None],
     )
+    nan_BxP = jnp.take_along_axis(nan_BxN, path_BxP, axis=1, mode="clip")
+    failed_B = jnp.any(nan_BxP & (step_1xP <= acceptance.num_accepted_B[:, None]), axis=1)
     count_B = jnp.where(state.active_B & ~failed_B, acceptance.num_accepted_B + 1, 0)
     emitted_B, reason_B, stop = stop_lib.cut(state.stop, run_BxP, count_B, state.budget_B)
     reason_B = jnp.where(failed_B, stop_lib.ERROR, reason_B)
@@ -195,7 +197,7 @@ def cycle(plan: Plan, params: Params, state: DecodeState, speculate: bool = True
     proposal, proposer = propose(plan, params, state, speculate)
     state = dataclasses.replace(state, proposer=proposer)
     logits_BxNxV, taps, kv = score(plan, params, state, proposal)
-    # A row with a NaN ends here with an error, and its mates do not notice. The maximum carries a NaN over V.
-    failed_B = jnp.any(jnp.isnan(logits_BxNxV.max(-1)) & proposal.valid_BxN, axis=1) & state.active_B
     acceptance = plan.rule.verify(proposal, logits_BxNxV, state.rows, state.context.root_position_B)
-    return reconcile(plan, params, state, proposal, acceptance, kv, taps, failed_B, speculate)
+    # The maximum over V carries a NaN out of it.
+    nan_BxN = jnp.isnan(logits_BxNxV.max(-1))
+    return reconcile(plan, params, state, proposal, acceptance, nan_BxN, taps, kv, speculate)

@@ -20,7 +20,7 @@ from spec_jax.stop import StopRows
 from spec_jax.target import Target
 from spec_jax.verify import Match, Rule
 
-Prompt = str | Sequence[int]
+Prompt = str | Sequence[int | np.integer] | np.ndarray
 
 
 @dataclasses.dataclass(frozen=True)

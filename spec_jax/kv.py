@@ -11,13 +11,13 @@ out-of-range indices, a form that XLA keeps in place inside a loop on TPU, and i
 
 import dataclasses
 
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from spec_jax.pytree import pytree
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
+
+@pytree
 class KVBuffer:
     """Keys and values of every layer, and how many positions of each row are committed."""
 

@@ -6,14 +6,14 @@ All counts are of *committed* tokens: what a stop or the budget cut off was neve
 import dataclasses
 from collections.abc import Sequence
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Int
 
+from spec_jax.pytree import pytree
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
+
+@pytree
 class Counters:
     """Per row, since its prompt.
 

@@ -11,7 +11,10 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.extend.random import threefry2x32_p
 from jaxtyping import Array, Bool, Float, Int, UInt32
+
+from spec_jax.pytree import pytree
 
 # Slack on the mass that top-p must reach: a boundary that is exact in real numbers (.5 + .3 against .8) must not
 # be missed by the last bit of a float32 sum.
@@ -79,8 +82,7 @@ class Purpose(enum.IntEnum):
     MATCH = 3
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
+@pytree
 class SamplingRows:
     """The sampling parameters of a batch, as arrays."""
 
@@ -182,14 +184,22 @@ def uniforms(
     already looked at; block verification, which looks beyond the token it commits, would be biased by that.
     """
     lane_BxN = jnp.zeros_like(position_BxN) if lane_BxN is None else lane_BxN
+    # One hash: the seed is the key, (position, purpose and lane) the counter. A tree has at most 128 lanes.
+    counter_BxN = lane_BxN.astype(jnp.uint32) * len(Purpose) + jnp.uint32(purpose)
+    bits_BxN, _ = threefry2x32_p.bind(
+        *(jnp.broadcast_to(word_Bx1, counter_BxN.shape) for word_Bx1 in (seed_Bx2[:, :1], seed_Bx2[:, 1:])),
+        position_BxN.astype(jnp.uint32),
+        counter_BxN,
+    )
+    return (bits_BxN >> 9).astype(jnp.float32) * 2.0**-23
 
-    def one(seed_2, position, lane):
-        key = jax.random.wrap_key_data(seed_2, impl="threefry2x32")
-        for data in (int(purpose), position, lane):
-            key = jax.random.fold_in(key, data)
-        return jax.random.uniform(key)
 
-    return jax.vmap(jax.vmap(one, in_axes=(None, 0, 0)))(seed_Bx2, position_BxN, lane_BxN)
+def root_lanes(
+    root_position_B: Int[Array, "B"], lane_1xN: Int[Array, "1 N"]
+) -> tuple[Int[Array, "B N"], Int[Array, "B N"]]:
+    """Positions and lanes of a drafted cycle's noise, for `uniforms`."""
+    shape = (root_position_B.shape[0], lane_1xN.shape[1])
+    return jnp.broadcast_to(root_position_B[:, None], shape), jnp.broadcast_to(lane_1xN, shape)
 
 
 def _filtered(weights_BxNxV, rows: SamplingRows):

@@ -17,6 +17,7 @@ import numpy as np
 from jaxtyping import Array, Int
 
 from spec_jax.contract import ContractError
+from spec_jax.pytree import pytree
 from spec_jax.sampling import SamplingParams
 
 RUNNING, STOP, LENGTH, ERROR = range(4)
@@ -26,8 +27,7 @@ REASONS = {STOP: "stop", LENGTH: "length", ERROR: "error"}
 _IDLE, _MATCHED = 0, 1
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
+@pytree
 class StopRows:
     """The stop conditions of a batch.
 

@@ -19,6 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from kernels_pallas.tree_attention import visible
 from spec_jax.attention import attend
 from spec_jax.contract import Law
 from spec_jax.cycle import DecodeState

@@ -17,3 +17,9 @@ def smollm2():
     import models
 
     return models.load("smollm2-135m")
+
+
+@pytest.fixture(autouse=True)
+def _quick_compilation(request):
+    """Toys run for milliseconds and compile for seconds; only long tests need optimised programs."""
+    jax.config.update("jax_disable_most_optimizations", "slow" not in request.keywords)

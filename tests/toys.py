@@ -1,7 +1,9 @@
 """Toys shared by tests."""
 
+import jax
 import numpy as np
 
+from spec_jax import SamplingParams, decode, testing
 from spec_jax.testing import ScriptLM
 
 
@@ -22,8 +24,31 @@ class ByteTokenizer:
 BYTES = [bytes([byte]) for byte in range(256)]
 
 
+_SCRIPT = ScriptLM([0] * 64, vocab_size=256)
+_SCRIPT.tokenizer = ByteTokenizer(BYTES)
+
+
 def text_script(text: bytes) -> ScriptLM:
-    """A target that writes the given bytes, whatever the prompt."""
-    target = ScriptLM(np.frombuffer(text, np.uint8), vocab_size=256)
-    target.tokenizer = ByteTokenizer(BYTES)
-    return target
+    """A target that writes the given bytes and then zeros, whatever the prompt.
+
+    One object, so that its programs are compiled once; only its parameters change.
+    """
+    _SCRIPT.params = ScriptLM(list(text.ljust(64, b"\0")), vocab_size=256).params
+    return _SCRIPT
+
+
+def run_cycles(decoder, prompts, speculate, params=None):
+    """The state after prefill and the given cycles."""
+    request = decoder._request(prompts, params or SamplingParams(temperature=0.0, max_new_tokens=40))
+    state = decode._prefill(decoder.plan, decoder.params, decoder.start(request))
+    for flag in speculate:
+        state = step(decoder, state, flag)
+    return state
+
+
+def step(decoder, state, speculate=True):
+    """One cycle, its invariants checked."""
+    before = jax.device_get(state)
+    state = decode._cycle(decoder.plan, decoder.params, state, speculate)
+    testing.assert_invariants(before, state)
+    return state

@@ -7,12 +7,12 @@ import jax
 from jaxtyping import Array, Bool, Float, Int
 
 from spec_jax.contract import Law
+from spec_jax.pytree import pytree
 from spec_jax.sampling import SamplingRows
 from spec_jax.tree import Tree
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
+@pytree
 class Proposal:
     """Drafted tokens laid out as a tree.
 
@@ -32,8 +32,7 @@ class Proposal:
     law: Law = dataclasses.field(metadata={"static": True})
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
+@pytree
 class Context:
     """The committed text a proposer continues.
 
@@ -56,8 +55,7 @@ class Context:
         return jax.numpy.take_along_axis(self.tokens_BxS, self.root_position_B[:, None], axis=1)[:, 0]
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
+@pytree
 class Committed:
     """What one cycle committed.
 
@@ -131,13 +129,8 @@ class Proposer(Protocol):
 class Stateless:
     """Base of proposers that keep nothing between cycles: they read the committed text only."""
 
-    @property
-    def taps(self) -> tuple[int, ...]:
-        return ()
-
-    @property
-    def params(self) -> None:
-        return None
+    taps = ()
+    params = None
 
     def check(self, target, max_len: int) -> None:
         """Any target will do."""

@@ -77,8 +77,8 @@ class DraftModel:
         logits_BxV = jnp.take_along_axis(logits_Bx2xV, (root_B - start_B)[:, None, None], axis=1)[:, 0]
 
         def draw(logits_BxV, lane):
-            lane_Bx1 = jnp.full_like(root_B, lane)[:, None]
-            u_Bx1 = sampling.uniforms(context.rows.seed_Bx2, Purpose.DRAFT, root_B[:, None], lane_Bx1)
+            lanes = sampling.root_lanes(root_B, lane[None, None])
+            u_Bx1 = sampling.uniforms(context.rows.seed_Bx2, Purpose.DRAFT, *lanes)
             q_Bx1xV = sampling.law(logits_BxV[:, None, :], context.rows)
             return sampling.inverse_cdf(q_Bx1xV, u_Bx1)[:, 0], q_Bx1xV[:, 0]
 

@@ -30,51 +30,48 @@ class Synthetic(Stateless):
       seed: of the spoiling.
     """
 
-    acceptance: tuple[float, ...]
-    seed: int
     tree: Tree
-    references: Any = dataclasses.field(compare=False, repr=False)
+    params: Any = dataclasses.field(compare=False, repr=False)
 
     law = Law.POINT_MASS
 
     def __init__(self, references: Sequence[Sequence[int]], acceptance: Sequence[float], seed: int = 0):
-        acceptance = tuple(float(a) for a in acceptance)
-        if not acceptance or not all(0.0 <= a <= 1.0 for a in acceptance):
-            raise ValueError(f"acceptance must be one probability in [0, 1] per depth, got {acceptance}")
+        if not len(acceptance) or not all(0.0 <= a <= 1.0 for a in acceptance):
+            raise ValueError(f"acceptance must be one probability in [0, 1] per depth, got {list(acceptance)}")
         if not len(references) or not all(len(r) for r in references):
             raise ValueError("give one reference sequence per row, none of them empty")
         length_B = np.asarray([len(r) for r in references], np.int32)
         padded_BxT = np.zeros((len(references), length_B.max()), np.int32)
         for row, reference in zip(padded_BxT, references, strict=True):
             row[: len(reference)] = reference
-        object.__setattr__(self, "acceptance", acceptance)
-        object.__setattr__(self, "seed", seed)
+        params = {
+            "references_BxT": jnp.asarray(padded_BxT),
+            "length_B": jnp.asarray(length_B),
+            "acceptance_K": jnp.asarray(acceptance, jnp.float32),
+            "seed": jnp.uint32(seed),
+        }
         object.__setattr__(self, "tree", Tree.chain(len(acceptance)))
-        object.__setattr__(self, "references", (jnp.asarray(padded_BxT), jnp.asarray(length_B)))
-
-    @property
-    def params(self):
-        return self.references
+        object.__setattr__(self, "params", params)
 
     def init(self, batch: int, capacity: int) -> None:
-        if batch != len(self.references[1]):
+        rows = len(self.params["length_B"])
+        if batch != rows:
             raise ContractError(
-                f"Synthetic was given references for {len(self.references[1])} rows, and the batch has {batch}: "
+                f"Synthetic was given references for {rows} rows, and the batch has {batch}: "
                 "give one reference per prompt, in the same order"
             )
 
     def propose(self, params, state, context: Context):
-        reference_BxT, length_B = params
-        depth_1xK = jnp.arange(len(self.acceptance))[None, :]
+        depth_1xK = jnp.arange(self.tree.max_depth)[None, :]
         index_BxK = context.num_tokens_B[:, None] + depth_1xK
-        right_BxK = jnp.take_along_axis(reference_BxT, index_BxK, axis=1, mode="clip")
-        root_BxK = jnp.broadcast_to(context.root_position_B[:, None], index_BxK.shape)
-        seed_Bx2 = jnp.full_like(context.rows.seed_Bx2, self.seed)
-        lane_BxK = jnp.broadcast_to(depth_1xK, index_BxK.shape)
-        u_BxK = sampling.uniforms(seed_Bx2, Purpose.DRAFT, root_BxK, lane_BxK)
-        spoiled_BxK = u_BxK >= jnp.asarray(self.acceptance, jnp.float32)[None, :]
+        right_BxK = jnp.take_along_axis(params["references_BxT"], index_BxK, axis=1, mode="clip")
+        # Spoiling is not sampling: rows differ by their place, so that it does not depend on the requests' seeds.
+        row_B = jnp.arange(len(context.num_tokens_B), dtype=jnp.uint32)
+        seed_Bx2 = jnp.stack([jnp.full_like(row_B, params["seed"]), row_B], axis=1)
+        u_BxK = sampling.uniforms(seed_Bx2, Purpose.DRAFT, *sampling.root_lanes(context.root_position_B, depth_1xK))
+        spoiled_BxK = u_BxK >= params["acceptance_K"][None, :]
         # Any other token of the vocabulary.
         wrong_BxK = jnp.where(right_BxK == 0, 1, right_BxK - 1)
         drafted_BxK = jnp.where(spoiled_BxK, wrong_BxK, right_BxK)
-        count_B = jnp.clip(length_B - context.num_tokens_B, 0, len(self.acceptance))
+        count_B = jnp.clip(params["length_B"] - context.num_tokens_B, 0, self.tree.max_depth)
         return chain_proposal(context, drafted_BxK, count_B, self.tree, self.law), state

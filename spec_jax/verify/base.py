@@ -4,19 +4,18 @@ import abc
 import dataclasses
 from typing import ClassVar, Protocol, runtime_checkable
 
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from spec_jax import sampling
 from spec_jax.contract import Law
 from spec_jax.propose.base import Proposal
+from spec_jax.pytree import pytree
 from spec_jax.sampling import Purpose, SamplingRows
 from spec_jax.tree import Tree
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
+@pytree
 class Acceptance:
     """What a rule decided.
 
@@ -107,10 +106,8 @@ class CoinRule(abc.ABC):
     ) -> Acceptance:
         p_BxNxV = sampling.law(logits_BxNxV, rows)
         q_BxNxV = draft_law(proposal, p_BxNxV.shape[-1])
-        B, N = proposal.tokens_BxN.shape
-        root_BxN = jnp.broadcast_to(root_position_B[:, None], (B, N))
-        lane_BxN = jnp.broadcast_to(jnp.arange(N)[None, :], (B, N))
-        u_BxN = sampling.uniforms(rows.seed_Bx2, Purpose.ACCEPT, root_BxN, lane_BxN)
+        node_1xN = jnp.arange(proposal.tree.size)[None, :]
+        u_BxN = sampling.uniforms(rows.seed_Bx2, Purpose.ACCEPT, *sampling.root_lanes(root_position_B, node_1xN))
         # Strictly below: a coin of probability 0 never passes, even for a uniform of exactly 0.
         node_B = self.select(proposal, u_BxN < self.coins(proposal, p_BxNxV, q_BxNxV))
         weights_BxV = self.residual(proposal, p_BxNxV, q_BxNxV, node_B)

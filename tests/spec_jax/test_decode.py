@@ -1,0 +1,468 @@
+"""Whole decoders on toys: same tokens with and without speculation, budgets, stops, streams, errors, programs."""
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from spec_jax import ContractError, Decoder, Promise, SamplingParams, decode, sampling, testing, verify
+from spec_jax.propose import DraftModel, PromptLookup, Synthetic
+from tests.toys import run_cycles, step, text_script
+
+PROMPTS = [[1, 2, 3, 1, 2], [4], [5, 6, 7, 8, 9, 1, 2, 3, 4], [0, 0, 0]]
+MIXED = [
+    SamplingParams(temperature=0.0, max_new_tokens=23),
+    SamplingParams(temperature=0.7, seed=5, max_new_tokens=17),
+    SamplingParams(temperature=1.3, seed=2**63 + 1, top_p=0.8, max_new_tokens=9),
+    SamplingParams(temperature=1.0, seed=5, top_k=3, min_p=0.1, max_new_tokens=30),
+]
+LEN = {"max_len": 48, "prefill_chunk": 4}
+
+
+@pytest.fixture(scope="module")
+def hist():
+    return testing.HistLM()
+
+
+@pytest.fixture(scope="module")
+def plain(hist):
+    return Decoder(hist, **LEN)
+
+
+# --- same seed, same tokens ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.smoke
+@pytest.mark.parametrize("length", [1, 2, 5])
+@pytest.mark.parametrize("kind", ["prompt_lookup", "own_draft", "other_draft", "greedy_draft"])
+def test_match_gives_plain_tokens_for_the_same_seed(hist, plain, kind, length):
+    proposer = {
+        "prompt_lookup": lambda: PromptLookup(length, max_ngram=2),
+        "own_draft": lambda: DraftModel(hist, length),
+        "other_draft": lambda: DraftModel(testing.HistLM(seed=3, sharpness=1.0), length),
+        "greedy_draft": lambda: DraftModel(hist, length, greedy=True),
+    }[kind]()
+    testing.assert_same_tokens(Decoder(hist, proposer, **LEN), plain, PROMPTS, MIXED)
+
+
+def test_match_on_a_real_transformer_with_poisoned_scratch():
+    target = testing.TinyTransformer()
+    draft = testing.Poisoned(testing.TinyTransformer(seed=1, layers=1), 1e4)
+    plain = Decoder(target, **LEN)
+    for proposer in (DraftModel(draft, 3), DraftModel(testing.Poisoned(target), 4), PromptLookup()):
+        testing.assert_same_tokens(Decoder(testing.Poisoned(target), proposer, **LEN), plain, PROMPTS, MIXED)
+
+
+def test_tokens_do_not_depend_on_batch_or_slot(hist, plain):
+    decoder = Decoder(hist, DraftModel(testing.HistLM(seed=3), 3), verify.Rejection(), **LEN)
+    for maker in (plain, decoder):
+        alone = [maker.generate([prompt], params)[0].tokens for prompt, params in zip(PROMPTS, MIXED, strict=True)]
+        for order in [(0, 1, 2, 3), (3, 1, 0, 2), (2, 0)]:
+            batch = maker.generate([PROMPTS[i] for i in order], [MIXED[i] for i in order])
+            assert [r.tokens for r in batch] == [alone[i] for i in order]
+
+
+def test_ragged_acceptance_keeps_every_row_at_its_own_position():
+    """Rows forced to accept 0, 2 and 4 of 4 write the text of the script at their own positions."""
+    script = np.random.default_rng(0).integers(0, 50, 40)
+    target = testing.ScriptLM(script.tolist(), 50)
+    prompts = [script[:n].tolist() for n in (2, 5, 3)]
+    spoiled = []
+    for depth in (0, 2, 4):  # a reference that is wrong from `depth` on, cycle after cycle
+        reference = script.copy()
+        if depth < 4:
+            start = len(prompts[len(spoiled)])
+            reference[[i for i in range(len(script)) if i >= start and (i - start) % (depth + 1) == depth]] += 1
+        spoiled.append(reference.tolist())
+    decoder = Decoder(target, Synthetic(spoiled, [1.0] * 4), **LEN)
+    state = run_cycles(decoder, prompts, [True] * 4)
+    np.testing.assert_array_equal(state.num_tokens_B, [2 + 4, 5 + 12, 3 + 20])
+    for row, count in enumerate(np.asarray(state.num_tokens_B)):
+        np.testing.assert_array_equal(state.tokens_BxS[row, :count], script[:count])
+
+
+# --- the law of sampled speculation -------------------------------------------------------------------------------
+
+V, TOKENS = 3, 4
+
+
+def markov(seed, support="full"):
+    law = testing.random_laws(V, seed, support)
+    return np.stack([law((token,)) for token in range(V)])
+
+
+def counts_of(decoder, rows, calls, tokens=TOKENS):
+    """Joint counts of the first tokens after prompt [0], over seeds that never repeat."""
+    counts = {}
+    for call in range(calls):
+        params = [SamplingParams(seed=call * rows + row, max_new_tokens=tokens, temperature=1.0) for row in range(rows)]
+        request = decoder._request([[0]] * rows, params)
+        state = decode._prefill(decoder.plan, decoder.params, decoder.start(request))
+        state = decode._generate(decoder.plan, decoder.params, state)
+        keys, numbers = np.unique(np.asarray(state.tokens_BxS[:, 1 : 1 + tokens]), axis=0, return_counts=True)
+        for key, number in zip(map(tuple, keys.tolist()), numbers.tolist(), strict=True):
+            counts[key] = counts.get(key, 0) + number
+    return counts
+
+
+def p_value(target_table, draft_table, rule, *, length=3, greedy=False, samples=400_000, rows=50_000):
+    """chi-square of whole outputs, which take several consecutive cycles, against plain decoding's exact law."""
+    target, draft = testing.MarkovLM(target_table), testing.MarkovLM(draft_table)
+    decoder = Decoder(target, DraftModel(draft, length, greedy), rule, max_len=8, prefill_chunk=1)
+    law = testing.plain_law(lambda prefix: target_table[(0, *prefix)[-1]], TOKENS)
+    return testing.chi_square_p(counts_of(decoder, rows, samples // rows), law)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("supports", [("full", "full"), ("low", "high"), ("full", "low")], ids="-".join)
+@pytest.mark.parametrize("rule", [verify.Match(), verify.Rejection(), verify.Block()], ids=lambda rule: rule.name)
+def test_chi_square_over_consecutive_cycles(rule, supports):
+    p, q = markov(1, supports[0]), markov(2, supports[1])
+    assert abs(p - q).max() > 0.1
+    assert p_value(p, q, rule) > 1e-4
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rule", [verify.Rejection(), verify.Block()], ids=lambda rule: rule.name)
+def test_chi_square_of_an_argmax_draft(rule):
+    assert p_value(markov(1), markov(2), rule, greedy=True) > 1e-4
+
+
+def planted(monkeypatch, remap):
+    """Noise whose (purpose, position, lane) are remapped by a bug."""
+    honest = sampling.uniforms
+
+    def uniforms(seed, purpose, position, lane=None):
+        lane = jnp.zeros_like(position) if lane is None else lane
+        return honest(seed, *remap(purpose, position, lane))
+
+    monkeypatch.setattr(sampling, "uniforms", uniforms)
+
+
+NOISE_BUGS = {
+    "accept and residual share a number": lambda purpose, position, lane: (
+        (sampling.Purpose.ACCEPT, position, jnp.ones_like(lane))
+        if purpose == sampling.Purpose.RESIDUAL
+        else (purpose, position, lane)
+    ),
+    "draft and accept share a key": lambda purpose, position, lane: (
+        (sampling.Purpose.ACCEPT, position, lane + 1)
+        if purpose == sampling.Purpose.DRAFT
+        else (purpose, position, lane)
+    ),
+    "every cycle meets the same numbers": lambda purpose, position, lane: (purpose, jnp.zeros_like(position), lane),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("bug", NOISE_BUGS)
+def test_chi_square_catches(monkeypatch, bug):
+    planted(monkeypatch, NOISE_BUGS[bug])
+    assert p_value(markov(1), markov(2), verify.Rejection()) < 1e-6
+
+
+@pytest.mark.slow
+def test_chi_square_catches_block_noise_keyed_by_token_position(monkeypatch):
+    """Block verification looks at coins beyond the token it commits; meeting them again next cycle is biased."""
+    planted(
+        monkeypatch,
+        lambda purpose, position, lane: (
+            (purpose, position + lane, jnp.zeros_like(lane))
+            if purpose == sampling.Purpose.ACCEPT
+            else (purpose, position, lane)
+        ),
+    )
+    assert p_value(markov(1), markov(2), verify.Block()) < 1e-6
+
+
+@pytest.mark.slow
+def test_chi_square_catches_a_draft_that_lies_about_its_law():
+    """An argmax draft recorded as if it had been sampled from q."""
+
+    class Liar(DraftModel):
+        @property
+        def law(self):
+            return DraftModel(self.model, self.length).law
+
+        def propose(self, params, kv, context):
+            proposal, kv = DraftModel(self.model, self.length).propose(params, kv, context)
+            argmax = jnp.argmax(proposal.draft_probs_BxNxV, axis=-1)[:, :1].astype(jnp.int32)
+            tokens = jnp.concatenate([proposal.tokens_BxN[:, :1], argmax], axis=1)
+            return type(proposal)(tokens, proposal.valid_BxN, proposal.draft_probs_BxNxV, self.tree, self.law), kv
+
+    target = testing.MarkovLM(markov(1))
+    decoder = Decoder(target, Liar(testing.MarkovLM(markov(2)), 1), verify.Rejection(), max_len=8, prefill_chunk=1)
+    law = testing.plain_law(lambda prefix: markov(1)[(0, *prefix)[-1]], TOKENS)
+    assert testing.chi_square_p(counts_of(decoder, 20_000, 1), law) < 1e-6
+
+
+def test_same_seed_equality_catches_a_match_rule_that_draws_again(hist, plain):
+    """The draw that rejects must be the token emitted; a fresh draw is another token."""
+
+    class DrawsAgain(verify.Match):
+        def verify(self, proposal, logits, rows, root):
+            made = super().verify(proposal, logits, rows, root)
+            again = super().verify(proposal, logits, rows, root + 1000)
+            return verify.Acceptance(made.path_BxP, made.num_accepted_B, again.next_token_B)
+
+    decoder = Decoder(hist, DraftModel(testing.HistLM(seed=3), 2), DrawsAgain(), **LEN)
+    with pytest.raises(AssertionError, match="with speculation"):
+        testing.assert_same_tokens(decoder, plain, PROMPTS, MIXED)
+
+
+def test_same_seed_equality_catches_a_match_rule_without_validity(hist, plain):
+    class IgnoresValidity(verify.Match):
+        def verify(self, proposal, logits, rows, root):
+            all_valid = jnp.ones_like(proposal.valid_BxN)
+            made = verify.base.Proposal(proposal.tokens_BxN, all_valid, None, proposal.tree, proposal.law)
+            return super().verify(made, logits, rows, root)
+
+    class Padded(PromptLookup):
+        """Counts nothing as drafted, but holds the padding the target may happen to predict."""
+
+        def propose(self, params, state, context):
+            proposal, state = super().propose(params, state, context)
+            root_only = jnp.arange(proposal.tree.size)[None, :] == jnp.zeros_like(proposal.tokens_BxN)
+            tokens = jnp.where(root_only, proposal.tokens_BxN, 0)
+            return type(proposal)(tokens, root_only, None, self.tree, self.law), state
+
+    honest = Decoder(hist, Padded(), **LEN).generate(PROMPTS, MIXED).stats
+    assert honest.accepted == 0
+    assert Decoder(hist, Padded(), IgnoresValidity(), **LEN).generate(PROMPTS, MIXED).stats.accepted > 0
+
+
+# --- budgets and stops --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("length", [1, 3])
+def test_exactly_as_many_tokens_as_asked(hist, plain, length):
+    """For every budget up to 2K+3 and every forced acceptance."""
+    prompt = [3, 1, 4]
+    reference = plain.generate([prompt], SamplingParams(temperature=0.0, max_new_tokens=20))[0].tokens
+    for depth in range(length + 1):
+        acceptance = [1.0] * depth + [0.0] * (length - depth)
+        decoder = Decoder(hist, Synthetic([prompt + reference], acceptance), **LEN)
+        for budget in range(2 * length + 4):
+            (result,) = decoder.generate([prompt], SamplingParams(temperature=0.0, max_new_tokens=budget))
+            assert result.tokens == reference[:budget] and result.finish_reason == "length"
+            assert result.stats.tokens == budget
+
+
+def test_a_budget_of_nothing_runs_no_model(hist, monkeypatch):
+    monkeypatch.setattr(decode, "_prefill", None)
+    monkeypatch.setattr(decode, "_generate", None)
+    (result,) = Decoder(hist, **LEN).generate([[1]], SamplingParams(max_new_tokens=0))
+    assert result.tokens == [] and result.finish_reason == "length"
+
+
+@pytest.mark.parametrize("depth", range(6))
+def test_eos_anywhere_in_an_accepted_run(depth):
+    script = list(range(10, 30))
+    target = testing.ScriptLM(script, 64)
+    target.eos_token_ids = (script[2 + depth],)
+    for acceptance in ([1.0] * 5, [0.0] * 5):
+        decoder = Decoder(target, Synthetic([script], acceptance), **LEN)
+        (result,) = decoder.generate([script[:2]], SamplingParams(temperature=0.0, max_new_tokens=9))
+        assert result.tokens == script[2 : 3 + depth] and result.finish_reason == "stop"
+        (result,) = decoder.generate([script[:2]], SamplingParams(temperature=0.0, max_new_tokens=9, ignore_eos=True))
+        assert result.tokens == script[2:11] and result.finish_reason == "length"
+
+
+def test_a_text_ends_at_the_buffer_and_writes_nothing_beyond(hist):
+    prompt = list(np.random.default_rng(0).integers(0, 11, 30))
+    plain = Decoder(hist, max_len=32, prefill_chunk=8)
+    params = SamplingParams(temperature=0.0, max_new_tokens=9)
+    for proposer in (None, PromptLookup(5), DraftModel(hist, 5)):
+        decoder = Decoder(hist, proposer, max_len=32, prefill_chunk=8)
+        (result,) = decoder.generate([prompt], params)
+        assert len(result.tokens) == 2 and result.finish_reason == "length"
+        testing.assert_same_tokens(decoder, plain, [prompt, prompt[:29], prompt[:5]], params)
+
+
+def test_finished_and_idle_rows_never_change(hist):
+    decoder = Decoder(hist, DraftModel(hist, 3), **LEN)
+    params = [SamplingParams(temperature=0.0, max_new_tokens=n) for n in (0, 30, 5, 0)]
+    state = run_cycles(decoder, PROMPTS, [True] * 2, params)
+    frozen = jax.device_get(state)
+    for _ in range(3):
+        state = step(decoder, state)
+    for row in (0, 2, 3):
+        np.testing.assert_array_equal(state.tokens_BxS[row], frozen.tokens_BxS[row])
+        assert int(state.num_tokens_B[row]) == int(frozen.num_tokens_B[row])
+    alone = Decoder(hist, **LEN).generate([PROMPTS[1]], params[1])[0].tokens
+    np.testing.assert_array_equal(
+        state.tokens_BxS[1, 1 : int(state.num_tokens_B[1])], alone[: int(state.num_tokens_B[1]) - 1]
+    )
+
+
+def test_a_nan_row_ends_with_an_error_and_its_mates_do_not_notice(hist, plain):
+    class Sick(testing.HistLM):
+        """Token 4 makes the logits of its row NaN."""
+
+        def forward(self, params, tokens, positions, kv, words, taps=()):
+            logits, taps, kv = super().forward(params, tokens, positions, kv, words, taps)
+            return jnp.where((tokens == 4)[..., None], jnp.nan, logits), taps, kv
+
+    params = SamplingParams(temperature=0.0, max_new_tokens=6)
+    healthy = plain.generate(PROMPTS, params)
+    assert any(4 not in result.tokens for result in healthy), "the test needs a healthy mate"
+    for proposer in (None, PromptLookup(3)):
+        results = Decoder(Sick(), proposer, **LEN).generate(PROMPTS, params)
+        assert results[1].finish_reason == "error" and results[1].tokens == []  # the prompt itself is [4]
+        for sick, well in zip(results[:1] + results[2:], healthy[:1] + healthy[2:], strict=True):
+            if 4 in well.tokens[:-1]:
+                assert sick.finish_reason == "error" and well.tokens[: len(sick.tokens)] == sick.tokens
+            else:
+                assert sick.tokens == well.tokens and sick.finish_reason == "length"
+
+
+# --- text and streams ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "stops"),
+    [
+        ("Grüße, 🌍! Done.", ()),
+        ("A \ufffd stays", ()),
+        ("one two STOP three", ("STOP",)),
+        ("one STO two STO", ("STOP",)),
+        ("aab🌍c", ("🌍c", "zz")),
+        ("no stop here", ("here!",)),
+    ],
+)
+@pytest.mark.parametrize("length", [1, 3])
+def test_streamed_text_is_the_whole_text(text, stops, length):
+    """Multi-byte characters and stop strings split over cycles in every way."""
+    prompt, data = b"> ", text.encode()
+    target = text_script(prompt + data)
+    wanted = min((text.split(s)[0] for s in stops if s in text), key=len, default=text)
+    params = SamplingParams(temperature=0.0, max_new_tokens=len(data), stop=stops)
+    reference = list((prompt + data).ljust(64, b"\0"))
+    for depth, proposer in [(0, None), *((d, d) for d in range(length + 1))]:
+        if proposer is not None:
+            proposer = Synthetic([reference], [1.0] * depth + [0.0] * (length - depth))
+        decoder = Decoder(target, proposer, max_len=64, prefill_chunk=4)
+        pieces = list(decoder.stream("> ", params))
+        (result,) = decoder.generate(["> "], params)
+        assert "".join(pieces) == result.text == wanted
+        assert "\ufffd" not in "".join(pieces) or "\ufffd" in text
+        stopped = wanted != text
+        assert result.finish_reason == ("stop" if stopped else "length")
+        assert bytes(result.tokens).startswith(wanted.encode()) and result.stats.tokens == len(result.tokens)
+        if stopped:
+            assert any(bytes(result.tokens).endswith(s.encode()) for s in stops)
+
+
+def test_an_unfinished_character_at_the_end_is_shown_as_such():
+    target = text_script(b"> " + "é".encode()[:1] + b"x")
+    decoder = Decoder(target, max_len=16, prefill_chunk=4)
+    params = SamplingParams(temperature=0.0, max_new_tokens=1)
+    assert list(decoder.stream("> ", params)) == ["\ufffd"]
+    assert decoder.generate(["> "], params)[0].text == "\ufffd"
+
+
+# --- results, programs, errors ------------------------------------------------------------------------------------
+
+
+def test_results_say_what_they_promise_and_a_drawn_seed_reproduces(hist):
+    decoder = Decoder(hist, PromptLookup(), **LEN)
+    greedy, drawn = decoder.generate(PROMPTS[:2], [MIXED[0], SamplingParams(max_new_tokens=20)])
+    assert greedy.contract.promise == Promise.GREEDY_IDENTICAL and drawn.contract.promise == Promise.EXACT_SAMPLING
+    again = decoder.generate([PROMPTS[1]], SamplingParams(max_new_tokens=20, seed=drawn.seed))[0]
+    assert again.tokens == drawn.tokens and again.text is None
+    relaxed = Decoder(hist, PromptLookup(), verify.Typical(), **LEN).generate(PROMPTS[:1], MIXED[0])[0]
+    assert relaxed.contract.promise == Promise.RELAXED and "epsilon=0.09" in relaxed.contract.rule
+    assert decoder.generate([]) == []
+
+
+@pytest.mark.smoke
+def test_nothing_compiles_after_warm_up(hist):
+    """Ragged prompts, parameters, stops and acceptance are data."""
+    decoder = Decoder(hist, DraftModel(testing.HistLM(seed=3), 3), **LEN)
+    decoder.generate(PROMPTS, MIXED)
+    sizes = decode._prefill._cache_size(), decode._generate._cache_size()
+    rng = np.random.default_rng(0)
+    for _ in range(5):
+        prompts = [rng.integers(0, 11, rng.integers(1, 40)).tolist() for _ in range(4)]
+        params = [
+            SamplingParams(
+                temperature=float(rng.choice([0.0, 0.5, 1.0])),
+                top_p=float(rng.uniform(0.1, 1)),
+                top_k=int(rng.integers(0, 5)),
+                max_new_tokens=int(rng.integers(0, 20)),
+                stop_token_ids=(int(rng.integers(11)),),
+            )
+            for _ in range(4)
+        ]
+        decoder.generate(prompts, params)
+    assert (decode._prefill._cache_size(), decode._generate._cache_size()) == sizes
+
+
+def test_decoders_with_equal_parts_share_programs(hist):
+    Decoder(hist, PromptLookup(3), **LEN).generate(PROMPTS, MIXED)
+    size = decode._generate._cache_size()
+    Decoder(hist, PromptLookup(3), **LEN).generate(PROMPTS, MIXED)
+    assert decode._generate._cache_size() == size
+
+
+@pytest.mark.parametrize(
+    ("prompts", "params", "message"),
+    [
+        ([[]], None, "prompt 0 is empty"),
+        ([[1], [11]], None, "prompt 1 has token id 11 at index 0, outside the vocabulary 0..10"),
+        ([[1, -1]], None, "token id -1 at index 1"),
+        ([[1] * 48], None, "48 tokens and max_len is 48"),
+        (["text"], None, "no tokenizer"),
+        ("text", None, "must be a list"),
+        ([[1], [2]], [SamplingParams()], "2 prompts and 1 SamplingParams"),
+        ([[1]], SamplingParams(stop_token_ids=(99,)), "stop token id 99"),
+        ([[1]], SamplingParams(stop=("x",)), "need a target with a tokenizer"),
+    ],
+)
+def test_bad_requests_are_refused_before_anything_runs(plain, monkeypatch, prompts, params, message):
+    monkeypatch.setattr(decode, "_prefill", None)
+    with pytest.raises(ContractError, match=message):
+        plain.generate(prompts, params)
+
+
+def test_bad_decoders_are_refused(hist):
+    with pytest.raises(ContractError, match="max_len must hold"):
+        Decoder(hist, max_len=1)
+    with pytest.raises(ContractError, match="prefill_chunk"):
+        Decoder(hist, prefill_chunk=0)
+    short = testing.HistLM()
+    short.max_positions = 16
+    with pytest.raises(ContractError, match="max_len is 17 and the target has 16 positions"):
+        Decoder(short, max_len=17)
+    with pytest.raises(ContractError, match="needs a target with a tokenizer"):
+        Decoder(hist, **LEN).stream([1])
+
+
+def test_trees_commit_scattered_paths():
+    """A static tree of lookups: the same tokens as plain decoding, over many cycles and ragged rows."""
+    from spec_jax.contract import Law
+    from spec_jax.propose import Context, Proposal, Stateless
+    from spec_jax.tree import Tree
+
+    class Branches(Stateless):
+        """Guesses tokens at random; siblings differ."""
+
+        tree = Tree.from_paths([[0], [1], [2], [0, 0], [0, 1], [1, 0], [2, 0], [2, 0, 0]])
+        law = Law.POINT_MASS
+
+        def propose(self, params, state, context: Context):
+            start = context.root_B * 3 + context.num_tokens_B
+            tokens = (start[:, None] + jnp.arange(self.tree.size)[None, :] * 2) % 5
+            tokens = tokens.at[:, 0].set(context.root_B)
+            return Proposal(tokens, jnp.ones_like(tokens, bool), None, self.tree, self.law), state
+
+    for make in (lambda: testing.HistLM(vocab_size=5), lambda: testing.TinyTransformer(vocab_size=5)):
+        target = make()
+        plain = Decoder(target, **LEN)
+        decoder = Decoder(testing.Poisoned(target), Branches(), **LEN)
+        prompts = [[token % 5 for token in prompt] for prompt in PROMPTS]
+        testing.assert_same_tokens(decoder, plain, prompts, MIXED)
+        stats = decoder.generate(prompts, MIXED).stats
+        assert stats.accepted > 5 and len(list(itertools.chain(stats.accepted_histogram))) == 4

@@ -1,0 +1,167 @@
+"""Proposers, against plain-Python models of them."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from spec_jax import ContractError, Decoder, SamplingParams, testing
+from spec_jax.propose import Context, DraftModel, PromptLookup, Synthetic
+from spec_jax.sampling import SamplingRows
+from tests.toys import BYTES, ByteTokenizer, run_cycles, step
+
+GREEDY = SamplingParams(temperature=0.0, max_new_tokens=30)
+
+
+def context_of(texts, capacity=16, junk=7):
+    tokens = np.full((len(texts), capacity), junk, np.int32)
+    for row, text in zip(tokens, texts, strict=True):
+        row[: len(text)] = text
+    rows = SamplingRows.create([GREEDY] * len(texts), range(len(texts)))
+    return Context(jnp.asarray(tokens), jnp.asarray([len(t) for t in texts], jnp.int32), rows)
+
+
+def lookup(texts, **options):
+    proposer = PromptLookup(**options)
+    proposal, _ = jax.jit(lambda context: proposer.propose(None, None, context))(context_of(texts))
+    return [
+        tokens[1 : 1 + valid[1:].sum()].tolist()
+        for tokens, valid in zip(np.asarray(proposal.tokens_BxN), np.asarray(proposal.valid_BxN), strict=True)
+    ]
+
+
+@pytest.mark.smoke
+def test_prompt_lookup_ties():
+    """The longest suffix wins; among its occurrences the most recent or the leftmost, as asked."""
+    text = [1, 2, 3, 9, 1, 2, 3, 7, 2, 3]
+    assert lookup([text], length=3, max_ngram=3) == [[7, 2, 3]]
+    assert lookup([text], length=3, max_ngram=3, pick="leftmost") == [[9, 1, 2]]
+    assert lookup([[5], [5, 5], [1, 2, 3], [7, 7]], length=3) == [[], [5], [], [7]]
+    assert lookup([[4, 5, 4, 6, 4]], length=3, min_ngram=2) == [[]]
+
+
+def test_prompt_lookup_equals_a_plain_model():
+    rng = np.random.default_rng(0)
+
+    def model(text, length, max_ngram, pick):
+        for n in range(min(max_ngram, len(text) - 1), 0, -1):
+            ends = [j for j in range(n - 1, len(text) - 1) if text[j - n + 1 : j + 1] == text[-n:]]
+            if ends:
+                end = ends[-1] if pick == "recent" else ends[0]
+                return text[end + 1 : end + 1 + length]
+        return []
+
+    for pick in ("recent", "leftmost"):
+        texts = [rng.integers(0, 3, rng.integers(1, 17)).tolist() for _ in range(200)]
+        got = lookup(texts, length=4, max_ngram=3, pick=pick)
+        assert got == [model(text, 4, 3, pick) for text in texts]
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: PromptLookup(length=0), "length must be >= 1"),
+        (lambda: PromptLookup(max_ngram=0), "min_ngram <= max_ngram"),
+        (lambda: DraftModel(testing.HistLM(), length=0), "length must be >= 1"),
+        (lambda: Synthetic([[1]], []), "one probability"),
+        (lambda: Synthetic([[1]], [1.5]), "one probability"),
+        (lambda: Synthetic([[]], [1.0]), "none of them empty"),
+    ],
+)
+def test_bad_settings_are_refused(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
+def test_bad_pick_is_refused():
+    with pytest.raises(Exception, match="pick"):
+        PromptLookup(pick="middle")
+
+
+class TestDraftModel:
+    prompts = [[1, 2, 3], [4], [5, 6, 7, 8, 9, 1, 2, 3, 4]]
+
+    @pytest.mark.parametrize("greedy", [True, False])
+    def test_a_target_as_its_own_draft_is_accepted_k_of_k(self, greedy):
+        """The bonus token's row must be there after full acceptance, or the hash of the history changes."""
+        model = testing.Poisoned(testing.HistLM())
+        decoder = Decoder(model, DraftModel(model, 3, greedy), max_len=64, prefill_chunk=4)
+        params = SamplingParams(temperature=0.0, max_new_tokens=29)  # a prompt token's root, then 4 a cycle
+        for result in decoder.generate(self.prompts, params):
+            assert result.stats.cycles == 8 and result.stats.corrections == 0
+            assert result.stats.accepted_histogram[1:] in [(0, 0, 7), (1, 0, 7)]
+
+    def test_its_kv_equals_a_fresh_prefill(self):
+        target, draft = testing.HistLM(seed=1), testing.TinyTransformer(vocab_size=11)
+        decoder = Decoder(target, DraftModel(draft, 3), max_len=64, prefill_chunk=4)
+        state = run_cycles(decoder, self.prompts, [True] * 6)
+        assert_draft_rows_fresh(decoder, state, draft)
+
+    def test_plain_steps_leave_it_up_to_date(self):
+        model = testing.HistLM()
+        decoder = Decoder(model, DraftModel(model, 3), max_len=64, prefill_chunk=4)
+        state = run_cycles(decoder, self.prompts, [True] * 5 + [False] * 5)
+        before = np.asarray(state.counters.accepted_B)
+        state = step(decoder, state, True)
+        np.testing.assert_array_equal(np.asarray(state.counters.accepted_B) - before, [3, 3, 3])
+
+    def test_a_draft_with_fewer_positions_stops_drafting(self):
+        target, draft = testing.HistLM(), testing.HistLM()
+        draft.max_positions = 16
+        plain = Decoder(target, max_len=48, prefill_chunk=4)
+        decoder = Decoder(target, DraftModel(draft, 3), max_len=48, prefill_chunk=4)
+        testing.assert_same_tokens(decoder, plain, self.prompts, GREEDY)
+        stats = decoder.generate([[1, 2, 3]], GREEDY).stats
+        assert stats.accepted >= 9 and stats.accepted_histogram[0] >= 14
+
+    def test_foreign_drafts_are_refused(self):
+        target = testing.HistLM()
+        with pytest.raises(ContractError, match="vocabulary of 12 tokens and the target one of 11"):
+            Decoder(target, DraftModel(testing.HistLM(vocab_size=12)))
+        draft = testing.HistLM()
+        target.tokenizer, draft.tokenizer = (ByteTokenizer(BYTES, name) for name in ("one", "other"))
+        with pytest.raises(ContractError, match="tokenizer"):
+            Decoder(target, DraftModel(draft))
+        draft.tokenizer = target.tokenizer
+        draft.max_positions = 4
+        with pytest.raises(ContractError, match="4 positions, too few"):
+            Decoder(target, DraftModel(draft, length=3))
+
+
+def assert_draft_rows_fresh(decoder, state, draft):
+    """The draft's committed rows equal those of one pass over the whole text."""
+    for row, count in enumerate(np.asarray(state.num_tokens_B)):
+        fed = int(count) - 2
+        tokens = state.tokens_BxS[row : row + 1, :fed]
+        _, _, fresh = draft.forward(
+            draft.params, tokens, jnp.arange(fed)[None, :], draft.init_kv(1, decoder.capacity), None
+        )
+        for kept, new in zip(state.proposer.keys + state.proposer.values, fresh.keys + fresh.values, strict=True):
+            np.testing.assert_allclose(kept[row, :, :fed], new[0, :, :fed], rtol=1e-4, atol=1e-5)
+
+
+def test_synthetic_forces_the_acceptance_it_is_given():
+    target, prompt = testing.HistLM(), [3, 1]
+    plain = Decoder(target, max_len=64, prefill_chunk=4)
+    reference = prompt + plain.generate([prompt], GREEDY)[0].tokens
+    for depth in range(4):
+        acceptance = [1.0] * depth + [0.0] * (3 - depth)
+        decoder = Decoder(target, Synthetic([reference], acceptance), max_len=64, prefill_chunk=4)
+        testing.assert_same_tokens(decoder, plain, [prompt], GREEDY)
+        stats = decoder.generate([prompt], GREEDY).stats
+        assert stats.accepted_histogram[depth] >= stats.cycles - 1
+    decoder = Decoder(target, Synthetic([reference] * 2, [0.8]), max_len=64)
+    with pytest.raises(ContractError, match="references for 2 rows, and the batch has 1"):
+        decoder.generate([prompt], GREEDY)
+
+
+def test_synthetic_acceptance_is_the_chosen_probability():
+    target, rng = testing.HistLM(), np.random.default_rng(0)
+    prompts = rng.integers(0, 11, (64, 2)).tolist()
+    params = SamplingParams(temperature=0.0, max_new_tokens=60)
+    plain = Decoder(target, max_len=64, prefill_chunk=4).generate(prompts, params)
+    references = [prompt + result.tokens for prompt, result in zip(prompts, plain, strict=True)]
+    wanted = (0.85, 0.75, 0.60, 0.40)
+    stats = Decoder(target, Synthetic(references, wanted), max_len=64, prefill_chunk=4).generate(prompts, params).stats
+    # About 1300 cycles; the last cycle of a row is cut by the budget.
+    np.testing.assert_allclose(stats.conditional_acceptance, wanted, atol=0.06)
