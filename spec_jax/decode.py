@@ -186,7 +186,7 @@ class Decoder:
         budget_B = np.asarray(request.budgets, np.int32)
         state = DecodeState(
             tokens_BxS=jnp.asarray(tokens_BxS),
-            num_tokens_B=jnp.asarray([len(p) for p in request.prompts], jnp.int32),
+            num_tokens_B=jnp.asarray(np.asarray([len(p) for p in request.prompts], np.int32)),
             budget_B=jnp.asarray(budget_B),
             status_B=jnp.asarray(np.where(budget_B > 0, stop.RUNNING, stop.LENGTH), jnp.int32),
             rows=SamplingRows.create(request.params, request.seeds),
@@ -254,5 +254,5 @@ class _Request:
 
     prompts: list[list[int]]
     params: list[SamplingParams]
-    seeds: list[int]
+    seeds: Sequence[int]
     budgets: list[int]

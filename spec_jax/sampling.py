@@ -94,12 +94,17 @@ class SamplingRows:
 
     @classmethod
     def create(cls, params: Sequence[SamplingParams], seeds: Sequence[int]) -> "SamplingRows":
+        seeds_B = np.asarray(seeds, np.uint64)
+
+        def column(values, dtype):  # through NumPy: JAX converts a list element by element
+            return jnp.asarray(np.asarray(values, dtype))
+
         return cls(
-            temperature_B=jnp.asarray([p.temperature for p in params], jnp.float32),
-            top_k_B=jnp.asarray([min(p.top_k, np.iinfo(np.int32).max) for p in params], jnp.int32),
-            top_p_B=jnp.asarray([p.top_p for p in params], jnp.float32),
-            min_p_B=jnp.asarray([p.min_p for p in params], jnp.float32),
-            seed_Bx2=jnp.asarray([[s >> 32, s & 0xFFFFFFFF] for s in seeds], jnp.uint32),
+            temperature_B=column([p.temperature for p in params], np.float32),
+            top_k_B=column([min(p.top_k, np.iinfo(np.int32).max) for p in params], np.int32),
+            top_p_B=column([p.top_p for p in params], np.float32),
+            min_p_B=column([p.min_p for p in params], np.float32),
+            seed_Bx2=column(np.stack([seeds_B >> 32, seeds_B & 0xFFFFFFFF], axis=1), np.uint32),
         )
 
     @property

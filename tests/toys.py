@@ -1,7 +1,6 @@
 """Toys shared by tests."""
 
 import jax
-import numpy as np
 
 from spec_jax import SamplingParams, decode, testing
 from spec_jax.testing import ScriptLM

@@ -1,5 +1,6 @@
 """Whole decoders on toys: same tokens with and without speculation, budgets, stops, streams, errors, programs."""
 
+import dataclasses
 import itertools
 
 import jax
@@ -95,11 +96,12 @@ def markov(seed, support="full"):
 
 def counts_of(decoder, rows, calls, tokens=TOKENS):
     """Joint counts of the first tokens after prompt [0], over seeds that never repeat."""
+    params = SamplingParams(seed=0, max_new_tokens=tokens, temperature=1.0)
+    request = decoder._request([[0]] * rows, params)
     counts = {}
     for call in range(calls):
-        params = [SamplingParams(seed=call * rows + row, max_new_tokens=tokens, temperature=1.0) for row in range(rows)]
-        request = decoder._request([[0]] * rows, params)
-        state = decode._prefill(decoder.plan, decoder.params, decoder.start(request))
+        state = decoder.start(dataclasses.replace(request, seeds=range(call * rows, (call + 1) * rows)))
+        state = decode._prefill(decoder.plan, decoder.params, state)
         state = decode._generate(decoder.plan, decoder.params, state)
         keys, numbers = np.unique(np.asarray(state.tokens_BxS[:, 1 : 1 + tokens]), axis=0, return_counts=True)
         for key, number in zip(map(tuple, keys.tolist()), numbers.tolist(), strict=True):

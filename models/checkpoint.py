@@ -1,0 +1,167 @@
+"""A checkpoint as its headers describe it, and the strict filling of a model from it.
+
+Every format (`hf`, `gguf`) reads its headers into a `Checkpoint`; what is checked against the model and how the
+values get there is here, once.
+"""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from models.config import LlamaConfig
+from models.errors import ModelError
+from models.llama import Llama
+
+# A model's parameters, an `nnx.State`. (Its own annotations are deprecated ones, on which beartype warns.)
+Params = Any
+
+# Our names of the modules, and Hugging Face's and GGUF's; a parameter adds ".weight" or ".bias".
+_TOP = {
+    "embedding": ("model.embed_tokens", "token_embd"),
+    "norm": ("model.norm", "output_norm"),
+    "head": ("lm_head", "output"),
+}
+_BLOCK = {
+    "attention_norm": ("input_layernorm", "attn_norm"),
+    "attention.q": ("self_attn.q_proj", "attn_q"),
+    "attention.k": ("self_attn.k_proj", "attn_k"),
+    "attention.v": ("self_attn.v_proj", "attn_v"),
+    "attention.o": ("self_attn.o_proj", "attn_output"),
+    "attention.q_norm": ("self_attn.q_norm", "attn_q_norm"),
+    "attention.k_norm": ("self_attn.k_norm", "attn_k_norm"),
+    "mlp_norm": ("post_attention_layernorm", "ffn_norm"),
+    "mlp.gate": ("mlp.gate_proj", "ffn_gate"),
+    "mlp.up": ("mlp.up_proj", "ffn_up"),
+    "mlp.down": ("mlp.down_proj", "ffn_down"),
+}
+_BLOCK_PREFIXES = ("model.layers", "blk")
+HF, GGUF = 0, 1  # columns of the tables
+
+
+def stored_name(path: str, column: int) -> str:
+    """A parameter's name in a file: `layers.3.mlp.up.weight` is `model.layers.3.mlp.up_proj.weight` to HF."""
+    module, kind = path.rsplit(".", 1)
+    if not module.startswith("layers."):
+        return f"{_TOP[module][column]}.{kind}"
+    _, layer, module = module.split(".", 2)
+    return f"{_BLOCK_PREFIXES[column]}.{layer}.{_BLOCK[module][column]}.{kind}"
+
+
+@dataclasses.dataclass(frozen=True)
+class StoredTensor:
+    """A tensor that a file's header announces: `read` gets its values, in the model's orientation."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    read: Callable[[], np.ndarray]
+
+
+@dataclasses.dataclass(frozen=True)
+class Problems:
+    """How a checkpoint differs from what its configuration needs."""
+
+    missing: tuple[str, ...]
+    unexpected: tuple[str, ...]
+    misshapen: tuple[str, ...]
+
+    def __bool__(self) -> bool:
+        return bool(self.missing or self.unexpected or self.misshapen)
+
+    def describe(self, limit: int | None = None) -> str:
+        """The kinds of problems, one a line, with at most `limit` names each."""
+        lines = [
+            f"{kind} ({len(names)}): {', '.join(names[:limit])}{', ...' if len(names[:limit]) < len(names) else ''}"
+            for kind, names in vars(self).items()
+            if names
+        ]
+        return "\n".join(lines) or "none"
+
+
+@dataclasses.dataclass(frozen=True)
+class Checkpoint:
+    """Everything known about a model before its weights are read.
+
+    Attributes:
+      name: for people.
+      format: "Hugging Face folder" or "GGUF".
+      config: the model's configuration.
+      tensors: by the file's own names; buffers that are no parameters are left out.
+      copies: tensors that may be there if they equal another, e.g. the head of a model with a tied head.
+      column: which naming the file uses, `HF` or `GGUF`.
+      tokenizer: `models.tokenizer.Tokenizer`, or None.
+      tokenizer_problem: why there is no tokenizer.
+      eos_token_ids: tokens that end a text.
+    """
+
+    name: str
+    format: str
+    config: LlamaConfig
+    tensors: Mapping[str, StoredTensor]
+    column: int
+    tokenizer: Any
+    tokenizer_problem: str | None
+    eos_token_ids: tuple[int, ...]
+    copies: Mapping[str, str] = dataclasses.field(default_factory=dict)
+
+    def problems(self) -> Problems:
+        """Compares names and shapes with what the configuration needs."""
+        needed = {stored_name(path, self.column): shape for path, shape in param_shapes(self.config).items()}
+        common = [name for name in needed if name in self.tensors]
+        return Problems(
+            missing=tuple(name for name in needed if name not in self.tensors),
+            unexpected=tuple(name for name in self.tensors if name not in needed and name not in self.copies),
+            misshapen=tuple(
+                f"{name} is {list(self.tensors[name].shape)}, expected {list(needed[name])}"
+                for name in common
+                if self.tensors[name].shape != needed[name]
+            ),
+        )
+
+    def params(self) -> Params:
+        """Reads all weights into the configuration's dtype, one tensor at a time.
+
+        Raises:
+          ModelError: a key is missing, unexpected or misshapen (all of them are named), or a copy differs.
+        """
+        if problems := self.problems():
+            hint = ""
+            if stored_name("head.weight", self.column) in problems.missing:
+                hint = " (the head may be left out only where config.json says tie_word_embeddings: true)"
+            raise ModelError(
+                f"{self.name} does not hold the weights that its config describes{hint}:\n{problems.describe(limit=8)}"
+            )
+        for copy, original in self.copies.items():
+            if not np.array_equal(self.tensors[copy].read(), self.tensors[original].read()):
+                raise ModelError(
+                    f"{self.name} ties {copy} to {original}, but holds different values for them; correct "
+                    "tie_word_embeddings in config.json"
+                )
+        dtype = jnp.dtype(self.config.dtype)
+        return _filled(
+            self.config, lambda path: self.tensors[stored_name(path, self.column)].read().astype(dtype, copy=False)
+        )
+
+
+def _filled(config: LlamaConfig, value_of: Callable[[str], np.ndarray]) -> Params:
+    _, state = nnx.split(Llama(config))
+    filled = [
+        # A copy: on CPU the array could otherwise be the mapped file itself.
+        (path, variable.replace(jnp.array(value_of(".".join(map(str, path))))))
+        for path, variable in nnx.to_flat_state(state)
+    ]
+    return nnx.from_flat_state(filled)
+
+
+def flat_params(params: Params) -> dict[str, Any]:
+    """A model's arrays by dotted path, e.g. `layers.3.mlp.up.weight`."""
+    return {".".join(map(str, path)): leaf.get_value() for path, leaf in nnx.to_flat_state(params)}
+
+
+def param_shapes(config: LlamaConfig) -> dict[str, tuple[int, ...]]:
+    """Path and shape of every parameter of a configuration; allocates nothing."""
+    _, state = nnx.split(Llama(config))
+    return {path: tuple(value.shape) for path, value in flat_params(state).items()}

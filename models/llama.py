@@ -1,0 +1,182 @@
+"""One decoder for the Llama family, over a KV buffer and a tree of new positions."""
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float, Int, UInt32
+
+from models.config import LlamaConfig
+from models.errors import ModelError
+from models.linear import matmul
+from spec_jax.attention import attend
+from spec_jax.kv import KVBuffer
+
+
+def _param(init, shape: tuple[int, ...], dtype: str, rngs: nnx.Rngs | None) -> nnx.Param:
+    """A parameter, or only its shape and dtype where there are no `rngs`: a checkpoint gives the values."""
+    if rngs is None:
+        return nnx.Param(jax.ShapeDtypeStruct(shape, jnp.dtype(dtype)))
+    return nnx.Param(init(rngs.params(), shape, jnp.dtype(dtype)))
+
+
+class RMSNorm(nnx.Module):
+    """Root-mean-square norm over the last axis, computed in float32."""
+
+    def __init__(self, width: int, config: LlamaConfig, rngs: nnx.Rngs | None):
+        self.weight = _param(jax.nn.initializers.ones, (width,), config.dtype, rngs)
+        self.eps = config.norm_eps
+
+    def __call__(self, x: Float[Array, "*axes E"]) -> Float[Array, "*axes E"]:
+        x32 = x.astype(jnp.float32)
+        x32 = x32 * jax.lax.rsqrt(jnp.mean(jnp.square(x32), axis=-1, keepdims=True) + self.eps)
+        weight_E = self.weight[...].astype(jnp.float32)
+        return (x32 * jnp.expand_dims(weight_E, tuple(range(x.ndim - 1)))).astype(x.dtype)
+
+
+class Linear(nnx.Module):
+    """A product with a weight stored [out, in], and a bias where the family has one."""
+
+    def __init__(self, width: int, out: int, use_bias: bool, config: LlamaConfig, rngs: nnx.Rngs | None):
+        init = jax.nn.initializers.lecun_normal(in_axis=1, out_axis=0)
+        self.weight = _param(init, (out, width), config.dtype, rngs)
+        self.bias = _param(jax.nn.initializers.zeros, (out,), config.dtype, rngs) if use_bias else None
+
+    def __call__(self, x_BxNxE: Float[Array, "B N E"]) -> Float[Array, "B N O"]:
+        y_BxNxO = matmul(x_BxNxE, self.weight[...])
+        return y_BxNxO if self.bias is None else y_BxNxO + self.bias[...][None, None, :]
+
+
+class Embedding(nnx.Module):
+    """The table that tokens are looked up in; its transpose may serve as the output head."""
+
+    def __init__(self, config: LlamaConfig, rngs: nnx.Rngs | None):
+        init = jax.nn.initializers.normal(config.model_dim**-0.5)
+        self.weight = _param(init, (config.vocab_size, config.model_dim), config.dtype, rngs)
+
+    def __call__(self, tokens_BxN: Int[Array, "B N"]) -> Float[Array, "B N E"]:
+        return jnp.take(self.weight[...], tokens_BxN, axis=0, mode="clip")
+
+
+class Rotary:
+    """Cosines and sines of one set of positions, shared by all layers; the halves of a head form the pairs."""
+
+    def __init__(self, config: LlamaConfig, positions_BxN: Int[Array, "B N"]):
+        frequencies_R = jnp.asarray(config.rope_frequencies())
+        angles_BxNx1xR = positions_BxN.astype(jnp.float32)[:, :, None, None] * frequencies_R[None, None, None, :]
+        self.cos_BxNx1xR, self.sin_BxNx1xR = jnp.cos(angles_BxNx1xR), jnp.sin(angles_BxNx1xR)
+
+    def __call__(self, x_BxNxHxD: Float[Array, "B N H D"]) -> Float[Array, "B N H D"]:
+        half = self.cos_BxNx1xR.shape[-1]
+        first, second = (x_BxNxHxD[..., i * half : (i + 1) * half].astype(jnp.float32) for i in range(2))
+        rotated = [
+            first * self.cos_BxNx1xR - second * self.sin_BxNx1xR,
+            second * self.cos_BxNx1xR + first * self.sin_BxNx1xR,
+        ]
+        rotated = [part.astype(x_BxNxHxD.dtype) for part in rotated]
+        return jnp.concatenate([*rotated, x_BxNxHxD[..., 2 * half :]], axis=-1)
+
+
+class Attention(nnx.Module):
+    """Grouped-query attention over the buffer's committed prefix and the new positions' own ancestors."""
+
+    def __init__(self, config: LlamaConfig, rngs: nnx.Rngs | None):
+        q_width, kv_width = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+        self.q = Linear(config.model_dim, q_width, config.attention_bias, config, rngs)
+        self.k = Linear(config.model_dim, kv_width, config.attention_bias, config, rngs)
+        self.v = Linear(config.model_dim, kv_width, config.attention_bias, config, rngs)
+        self.o = Linear(q_width, config.model_dim, config.output_bias, config, rngs)
+        self.q_norm = RMSNorm(config.head_dim, config, rngs) if config.qk_norm else None
+        self.k_norm = RMSNorm(config.head_dim, config, rngs) if config.qk_norm else None
+        self.head_dim = config.head_dim
+
+    def __call__(
+        self,
+        x_BxNxE: Float[Array, "B N E"],
+        rotary: Rotary,
+        kv: KVBuffer,
+        layer: int,
+        words_BxNxW: UInt32[Array, "B N W"] | None,
+    ) -> tuple[Float[Array, "B N E"], KVBuffer]:
+        batch, num_nodes, _ = x_BxNxE.shape
+        q_BxNxHxD, k_BxNxKxD, v_BxNxKxD = (
+            linear(x_BxNxE).reshape(batch, num_nodes, -1, self.head_dim) for linear in (self.q, self.k, self.v)
+        )
+        if self.q_norm is not None:
+            q_BxNxHxD, k_BxNxKxD = self.q_norm(q_BxNxHxD), self.k_norm(k_BxNxKxD)
+        kv = kv.write(layer, rotary(k_BxNxKxD), v_BxNxKxD)
+        out_BxNxHxD = attend(rotary(q_BxNxHxD), kv, layer, words_BxNxW)
+        return self.o(out_BxNxHxD.reshape(batch, num_nodes, -1)), kv
+
+
+class MLP(nnx.Module):
+    """SwiGLU."""
+
+    def __init__(self, config: LlamaConfig, rngs: nnx.Rngs | None):
+        self.gate = Linear(config.model_dim, config.mlp_dim, config.mlp_bias, config, rngs)
+        self.up = Linear(config.model_dim, config.mlp_dim, config.mlp_bias, config, rngs)
+        self.down = Linear(config.mlp_dim, config.model_dim, config.mlp_bias, config, rngs)
+
+    def __call__(self, x_BxNxE: Float[Array, "B N E"]) -> Float[Array, "B N E"]:
+        return self.down(jax.nn.silu(self.gate(x_BxNxE)) * self.up(x_BxNxE))
+
+
+class Block(nnx.Module):
+    """Pre-norm attention and MLP, each added to the residual stream."""
+
+    def __init__(self, config: LlamaConfig, rngs: nnx.Rngs | None):
+        self.attention_norm = RMSNorm(config.model_dim, config, rngs)
+        self.attention = Attention(config, rngs)
+        self.mlp_norm = RMSNorm(config.model_dim, config, rngs)
+        self.mlp = MLP(config, rngs)
+
+    def __call__(
+        self,
+        x_BxNxE: Float[Array, "B N E"],
+        rotary: Rotary,
+        kv: KVBuffer,
+        layer: int,
+        words_BxNxW: UInt32[Array, "B N W"] | None,
+    ) -> tuple[Float[Array, "B N E"], KVBuffer]:
+        update_BxNxE, kv = self.attention(self.attention_norm(x_BxNxE), rotary, kv, layer, words_BxNxW)
+        x_BxNxE = x_BxNxE + update_BxNxE
+        return x_BxNxE + self.mlp(self.mlp_norm(x_BxNxE)), kv
+
+
+class Llama(nnx.Module):
+    """The whole decoder. Layers are unrolled: stacking them under a scan costs a copy of each weight on CPU."""
+
+    def __init__(self, config: LlamaConfig, rngs: nnx.Rngs | None = None):
+        """With `rngs` a random model; without, one of shapes only, to be filled from a checkpoint."""
+        self.config = config
+        self.embedding = Embedding(config, rngs)
+        self.layers = nnx.List([Block(config, rngs) for _ in range(config.num_layers)])
+        self.norm = RMSNorm(config.model_dim, config, rngs)
+        untied = not config.tied_embeddings
+        self.head = Linear(config.model_dim, config.vocab_size, False, config, rngs) if untied else None
+
+    def __call__(
+        self,
+        tokens_BxN: Int[Array, "B N"],
+        positions_BxN: Int[Array, "B N"],
+        kv: KVBuffer,
+        words_BxNxW: UInt32[Array, "B N W"] | None,
+        taps: tuple[int, ...] = (),
+    ) -> tuple[Float[Array, "B N V"], tuple[Float[Array, "B N E"], ...], KVBuffer]:
+        """Scores N new positions of every row; see `spec_jax.target.Target.forward`. Logits are float32.
+
+        Raises:
+          ModelError: a tap outside 0..num_layers+1.
+        """
+        last_tap = len(self.layers) + 1
+        if any(not 0 <= tap <= last_tap for tap in taps):
+            raise ModelError(f"taps {taps} asked for; this model has taps 0..{last_tap}")
+        rotary = Rotary(self.config, positions_BxN)
+        stream_BxNxE = self.embedding(tokens_BxN)
+        tapped = {0: stream_BxNxE}
+        for layer, block in enumerate(self.layers):
+            stream_BxNxE, kv = block(stream_BxNxE, rotary, kv, layer, words_BxNxW)
+            tapped[layer + 1] = stream_BxNxE
+        final_BxNxE = tapped[last_tap] = self.norm(stream_BxNxE)
+        head = self.embedding if self.head is None else self.head
+        logits_BxNxV = matmul(final_BxNxE, head.weight[...], jnp.dtype("float32"))
+        return logits_BxNxV, tuple(tapped[tap] for tap in taps), kv
