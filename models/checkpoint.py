@@ -5,15 +5,18 @@ values get there is here, once.
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
 from models.config import LlamaConfig
 from models.errors import ModelError
+from models.linear import input_first
 from models.llama import Llama
 
 # A model's parameters, an `nnx.State`. (Its own annotations are deprecated ones, on which beartype warns.)
@@ -140,28 +143,39 @@ class Checkpoint:
                     f"{self.name} ties {copy} to {original}, but holds different values for them; correct "
                     "tie_word_embeddings in config.json"
                 )
-        dtype = jnp.dtype(self.config.dtype)
-        return _filled(
-            self.config, lambda path: self.tensors[stored_name(path, self.column)].read().astype(dtype, copy=False)
-        )
+        return filled_params(self.config, lambda path: self.tensors[stored_name(path, self.column)].read())
 
 
-def _filled(config: LlamaConfig, value_of: Callable[[str], np.ndarray]) -> Params:
+def filled_params(config: LlamaConfig, value_of: Callable[[str], Any]) -> Params:
+    """Parameters of a configuration, in its dtype, from the arrays by path that `flat_params` would give."""
     _, state = nnx.split(Llama(config))
+    dtype = jnp.dtype(config.dtype)
+
+    def value(path):
+        return np.asarray(value_of(".".join(map(str, path)))).astype(dtype, copy=False)
+
     filled = [
         # A copy: on CPU the array could otherwise be the mapped file itself.
-        (path, variable.replace(jnp.array(value_of(".".join(map(str, path))))))
+        (path, variable.replace(jnp.array(_oriented(path, value(path)))))
         for path, variable in nnx.to_flat_state(state)
     ]
     return nnx.from_flat_state(filled)
 
 
 def flat_params(params: Params) -> dict[str, Any]:
-    """A model's arrays by dotted path, e.g. `layers.3.mlp.up.weight`."""
-    return {".".join(map(str, path)): leaf.get_value() for path, leaf in nnx.to_flat_state(params)}
+    """A model's arrays by dotted path, e.g. `layers.3.mlp.up.weight`; matrices are [out, in], as files have them."""
+    return {".".join(map(str, path)): _oriented(path, leaf.get_value()) for path, leaf in nnx.to_flat_state(params)}
 
 
 def param_shapes(config: LlamaConfig) -> dict[str, tuple[int, ...]]:
     """Path and shape of every parameter of a configuration; allocates nothing."""
     _, state = nnx.split(Llama(config))
-    return {path: tuple(value.shape) for path, value in flat_params(state).items()}
+    leaves = nnx.to_flat_state(state)
+    oriented = {path: jax.eval_shape(functools.partial(_oriented, path), leaf.get_value()) for path, leaf in leaves}
+    return {".".join(map(str, path)): value.shape for path, value in oriented.items()}
+
+
+def _oriented(path: tuple, array):
+    """A layer's matrix from [out, in] to the way the model stores it, or back."""
+    transposed = path[0] == "layers" and array.ndim == 2 and input_first(array.dtype)
+    return array.T if transposed else array

@@ -7,7 +7,7 @@ from jaxtyping import Array, Float, Int, UInt32
 
 from models.config import LlamaConfig
 from models.errors import ModelError
-from models.linear import matmul
+from models.linear import input_first, matmul
 from spec_jax.attention import attend
 from spec_jax.kv import KVBuffer
 
@@ -34,20 +34,22 @@ class RMSNorm(nnx.Module):
 
 
 class Linear(nnx.Module):
-    """A product with a weight stored [out, in], and a bias where the family has one."""
+    """A product with a weight, and a bias where the family has one; `models.linear` says how the weight is stored."""
 
     def __init__(self, width: int, out: int, use_bias: bool, config: LlamaConfig, rngs: nnx.Rngs | None):
-        init = jax.nn.initializers.lecun_normal(in_axis=1, out_axis=0)
-        self.weight = _param(init, (out, width), config.dtype, rngs)
+        self.input_first = input_first(config.dtype)
+        init = jax.nn.initializers.normal(width**-0.5)
+        shape = (width, out) if self.input_first else (out, width)
+        self.weight = _param(init, shape, config.dtype, rngs)
         self.bias = _param(jax.nn.initializers.zeros, (out,), config.dtype, rngs) if use_bias else None
 
     def __call__(self, x_BxNxE: Float[Array, "B N E"]) -> Float[Array, "B N O"]:
-        y_BxNxO = matmul(x_BxNxE, self.weight[...])
+        y_BxNxO = matmul(x_BxNxE, self.weight[...], self.input_first)
         return y_BxNxO if self.bias is None else y_BxNxO + self.bias[...][None, None, :]
 
 
 class Embedding(nnx.Module):
-    """The table that tokens are looked up in; its transpose may serve as the output head."""
+    """A row for every token, [V, E]: the table that tokens are looked up in, or the output head, or both."""
 
     def __init__(self, config: LlamaConfig, rngs: nnx.Rngs | None):
         init = jax.nn.initializers.normal(config.model_dim**-0.5)
@@ -152,7 +154,7 @@ class Llama(nnx.Module):
         self.layers = nnx.List([Block(config, rngs) for _ in range(config.num_layers)])
         self.norm = RMSNorm(config.model_dim, config, rngs)
         untied = not config.tied_embeddings
-        self.head = Linear(config.model_dim, config.vocab_size, False, config, rngs) if untied else None
+        self.head = Embedding(config, rngs) if untied else None
 
     def __call__(
         self,
@@ -178,5 +180,5 @@ class Llama(nnx.Module):
             tapped[layer + 1] = stream_BxNxE
         final_BxNxE = tapped[last_tap] = self.norm(stream_BxNxE)
         head = self.embedding if self.head is None else self.head
-        logits_BxNxV = matmul(final_BxNxE, head.weight[...], jnp.dtype("float32"))
+        logits_BxNxV = matmul(final_BxNxE, head.weight[...], out_dtype=jnp.dtype("float32"))
         return logits_BxNxV, tuple(tapped[tap] for tap in taps), kv

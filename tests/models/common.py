@@ -7,12 +7,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import tokenizers
-from flax import nnx
 from tokenizers import AddedToken, decoders, pre_tokenizers
 
-from models.checkpoint import Params, flat_params
+from models.checkpoint import Params, filled_params, flat_params, param_shapes
 from models.config import Llama3Scaling, LlamaConfig
-from models.llama import Llama
 from models.target import LlamaTarget
 from models.tokenizer import Tokenizer
 from spec_jax.kv import KVBuffer
@@ -50,23 +48,13 @@ def noisy_target(config: LlamaConfig, seed: int = 0, **kwargs) -> LlamaTarget:
     """
     rng = np.random.default_rng(seed)
 
-    def value(path, shape):
+    def value(shape, path):
         if len(shape) == 1:
             return 0.3 * rng.normal(size=shape) + float("norm" in path)
         return rng.normal(size=shape) * shape[-1] ** -0.5
 
-    return LlamaTarget(config, filled(config, value), **kwargs)
-
-
-def filled(config: LlamaConfig, value_of) -> Params:
-    """Parameters with the values `value_of(path, shape)`."""
-    _, state = nnx.split(Llama(config))
-
-    def leaf(path, variable):
-        value = value_of(".".join(map(str, path)), variable.shape)
-        return variable.replace(jnp.asarray(np.asarray(value, np.float32), config.dtype))
-
-    return nnx.from_flat_state([(path, leaf(path, variable)) for path, variable in nnx.to_flat_state(state)])
+    values = {path: value(shape, path) for path, shape in param_shapes(config).items()}
+    return LlamaTarget(config, filled_params(config, values.get), **kwargs)
 
 
 def forward(target, tokens_BxN, kv, words_BxNxW=None, depth_N=None, taps=()):

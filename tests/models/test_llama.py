@@ -1,17 +1,16 @@
 import dataclasses
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
 
-from models.checkpoint import flat_params
+from models.checkpoint import filled_params, flat_params
 from models.errors import ModelError
 from models.llama import RMSNorm
 from models.target import LlamaTarget
 from spec_jax.tree import Tree
-from tests.models.common import TINY, VARIANTS, commit, filled, forward, noisy_target, some_tokens
+from tests.models.common import TINY, VARIANTS, commit, forward, noisy_target, some_tokens
 
 variants = pytest.mark.parametrize("name", VARIANTS)
 
@@ -70,7 +69,7 @@ def test_taps_are_the_residual_stream_and_the_final_norm():
     np.testing.assert_allclose(final, normed * np.asarray(weights["norm.weight"])[None, None, :], atol=1e-5)
     # A model cut after the first block has that block's output as its last stream.
     config = dataclasses.replace(TINY, num_layers=1)
-    short = LlamaTarget(config, filled(config, lambda path, _: weights[path]))
+    short = LlamaTarget(config, filled_params(config, weights.get))
     _, (stream,), _ = forward(short, tokens_BxN, short.init_kv(2, 8), taps=(1,))
     np.testing.assert_allclose(after_first, stream, atol=1e-6)
 
@@ -89,7 +88,7 @@ def test_a_tied_head_has_no_second_array():
 def test_bfloat16_follows_float32():
     config = dataclasses.replace(TINY, dtype="bfloat16")
     low = noisy_target(config)
-    high = LlamaTarget(TINY, jax.tree.map(lambda leaf: leaf.astype(jnp.float32), low.params))
+    high = LlamaTarget(TINY, filled_params(TINY, flat_params(low.params).get))
     tokens_BxN = some_tokens((1, 8))
     low_BxNxV, (tap_BxNxE,), kv = forward(low, tokens_BxN, low.init_kv(1, 8), taps=(2,))
     high_BxNxV, _, _ = forward(high, tokens_BxN, high.init_kv(1, 8))

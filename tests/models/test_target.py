@@ -5,11 +5,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from models.checkpoint import flat_params
+from models.checkpoint import filled_params, flat_params
 from models.errors import ModelError
 from models.target import LlamaTarget
 from spec_jax.target import Target
-from tests.models.common import TINY, assert_same_params, byte_bpe, filled, forward, noisy_target, some_tokens
+from tests.models.common import TINY, assert_same_params, byte_bpe, forward, noisy_target, some_tokens
 
 
 def test_it_is_a_target_hashable_by_identity():
@@ -41,13 +41,13 @@ def test_the_fingerprint_sees_weights_and_configuration():
     weights = flat_params(target.params)
 
     def changed(changed_path):
-        def value(path, _):
+        def value(path):
             array = np.array(weights[path])
             if path == changed_path:
                 array.flat[0] += 1e-3
             return array
 
-        return LlamaTarget(TINY, filled(TINY, value)).fingerprint
+        return LlamaTarget(TINY, filled_params(TINY, value)).fingerprint
 
     assert changed(None) == target.fingerprint
     assert len({target.fingerprint, *map(changed, weights)}) == 1 + len(weights)
