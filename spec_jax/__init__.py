@@ -10,7 +10,7 @@ Who proposes, chain or tree, and which rule commits are three independent choice
     results = decoder.generate(["Once upon a time"], sj.SamplingParams(temperature=0.0))
 """
 
-from spec_jax import metrics, propose, sampling, stop, verify
+from spec_jax import metrics, propose, sampling, stop, testing, verify
 from spec_jax.contract import Contract, ContractError, Law, Promise
 from spec_jax.decode import Decoder, Result, Results
 from spec_jax.kv import KVBuffer
@@ -36,5 +36,6 @@ __all__ = [
     "propose",
     "sampling",
     "stop",
+    "testing",
     "verify",
 ]

@@ -1,0 +1,163 @@
+"""Generates text from the command line.
+
+    python -m experiments.generate --prompt "What is the capital of France?"
+    python -m experiments.generate --raw --prompt "Once upon a time" --temperature 0.8 --top_p 0.95 --seed 7 --stream
+    python -m experiments.generate --proposer draft_model --draft path/to/small/model --rule rejection --prompt "..."
+
+Prints the texts on standard output, and what it took on standard error. `--stream` shows one text as it is committed.
+`--json FILE` writes everything about each result as a JSON line. About half a minute on two cores, most of it
+compilation.
+"""
+
+import dataclasses
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+from absl import flags
+
+import models
+import spec_jax as sj
+from experiments import cli, registry
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """What to generate; the flags of the same names say more."""
+
+    target: str
+    dtype: str
+    proposer: registry.Spec
+    rule: registry.Spec
+    prompts: tuple[str, ...]
+    raw: bool
+    max_len: int
+    params: sj.SamplingParams
+    stream: bool
+    json: Path | None
+
+
+def define_flags() -> None:
+    cli.define_target(max_len=1024)
+    flags.DEFINE_enum("dtype", "float32", ["float32", "bfloat16"], "of weights and activations")
+    flags.DEFINE_string("proposer", "prompt_lookup", f"who drafts. {registry.describe()}")
+    flags.DEFINE_string("rule", "match", "which rule commits, see --proposer")
+    flags.DEFINE_string("draft", None, "the draft model of proposer draft_model: anything that --target takes")
+    flags.DEFINE_integer("length", None, "drafted tokens per cycle, instead of the proposer's default")
+    flags.DEFINE_multi_string("prompt", [], "a prompt; give it several times for several texts")
+    flags.DEFINE_string("prompt_file", None, "a text file that is one prompt")
+    flags.DEFINE_bool("chat", False, "put the prompt into the model's chat format: what happens unless --raw is given")
+    flags.DEFINE_bool("raw", False, "continue the prompt as it stands")
+    flags.DEFINE_float("temperature", 0.0, "0 is greedy")
+    flags.DEFINE_integer("top_k", 0, "keep the k most likely tokens; 0 keeps all")
+    flags.DEFINE_float("top_p", 1.0, "keep the most likely tokens up to this mass")
+    flags.DEFINE_float("min_p", 0.0, "keep tokens at least this many times as likely as the most likely one")
+    flags.DEFINE_integer("seed", None, "the same seed gives the same text; drawn afresh and reported by default")
+    flags.DEFINE_integer("max_new_tokens", 128, "most new tokens of each prompt")
+    flags.DEFINE_multi_string("stop", [], "a text before which the output ends; may be given several times")
+    flags.DEFINE_bool("ignore_eos", False, "do not stop at the model's end-of-text tokens")
+    flags.DEFINE_bool("stream", False, "show the text as it is committed (one prompt)")
+    flags.DEFINE_string("json", None, "write the results to this file, one JSON line each")
+
+
+def config_from_flags() -> Config:
+    """Raises ValueError for values that do not belong together."""
+    values = flags.FLAGS
+    prompts = list(values.prompt)
+    if values.prompt_file is not None:
+        prompts.append(Path(values.prompt_file).read_text(encoding="utf-8"))
+    if not prompts:
+        raise ValueError("give at least one --prompt or a --prompt_file")
+    if values.chat and values.raw:
+        raise ValueError("--chat and --raw are opposites; give one of them")
+    if values.stream and (len(prompts) > 1 or values.json):
+        raise ValueError("--stream shows the text of one prompt; leave out the others, and --json")
+    return Config(
+        target=values.target,
+        dtype=values.dtype,
+        proposer=registry.parse_proposer(values.proposer, model=values.draft, length=values.length),
+        rule=registry.parse_rule(values.rule),
+        prompts=tuple(prompts),
+        raw=values.raw,
+        max_len=values.max_len,
+        params=sj.SamplingParams(
+            temperature=values.temperature,
+            top_k=values.top_k,
+            top_p=values.top_p,
+            min_p=values.min_p,
+            seed=values.seed,
+            max_new_tokens=values.max_new_tokens,
+            stop=tuple(values.stop),
+            ignore_eos=values.ignore_eos,
+        ),
+        stream=values.stream,
+        json=Path(values.json) if values.json else None,
+    )
+
+
+def run(config: Config) -> None:
+    """Generates and prints.
+
+    Raises:
+      ValueError: something given cannot be used; nothing has been generated then.
+    """
+    if config.json is not None and not config.json.absolute().parent.is_dir():
+        raise ValueError(f"the folder of --json {config.json} does not exist")
+
+    def load(name: str):
+        return models.load(name, config.dtype)
+
+    target = load(config.target)
+    decoder = sj.Decoder(target, proposer=config.proposer.build(load), rule=config.rule.build(), max_len=config.max_len)
+    prompts = list(config.prompts) if config.raw else [target.chat(prompt) for prompt in config.prompts]
+    if config.stream:
+        for piece in decoder.stream(prompts[0], config.params):
+            print(piece, end="", flush=True)
+        print()
+        return
+    started = time.perf_counter()
+    results = decoder.generate(prompts, config.params)
+    seconds = time.perf_counter() - started
+    for prompt, result in zip(config.prompts, results, strict=True):
+        if len(results) > 1:
+            print(f"--- {prompt.splitlines()[0][:80]}")
+        print(result.text)
+    if config.json is not None:
+        with config.json.open("w", encoding="utf-8") as file:
+            for prompt, result in zip(config.prompts, results, strict=True):
+                file.write(json.dumps(as_json(prompt, result), ensure_ascii=False) + "\n")
+    cli.note(_summary(results, seconds))
+
+
+def as_json(prompt: str, result: sj.Result) -> dict[str, Any]:
+    """A result as written by --json."""
+    stats = result.stats
+    return (
+        {"prompt": prompt}
+        | dataclasses.asdict(result)
+        | {
+            "stats": dataclasses.asdict(stats)
+            | {"tokens_per_cycle": stats.tokens_per_cycle, "survival": stats.survival}
+        }
+    )
+
+
+def _summary(results: sj.Results, seconds: float) -> str:
+    stats, contract = results.stats, results[0].contract
+    ends = ", ".join(f"{len(r.tokens)} tokens ({r.finish_reason})" for r in results)
+    if contract.promise != sj.Promise.GREEDY_IDENTICAL:
+        ends += f"; seed {', '.join(str(r.seed) for r in results)}"
+    return (
+        f"{ends}; {seconds:.1f} s with compilation; {stats.tokens_per_cycle:.2f} tokens per cycle; "
+        f"{contract.promise} by rule {contract.rule}"
+    )
+
+
+def main() -> None:
+    run(config_from_flags())
+
+
+if __name__ == "__main__":
+    define_flags()
+    cli.run(main)
