@@ -70,8 +70,8 @@ def compare(
 
 
 def _next_logits(plain: Decoder, tokens: list[int]) -> np.ndarray:
-    request = plain._request([tokens], SamplingParams(temperature=0.0, max_new_tokens=1))
-    state = decode._prefill(plain.plan, plain.params, plain.start(request))
+    request = plain.request([tokens], SamplingParams(temperature=0.0, max_new_tokens=1))
+    state = decode.prefill(plain.plan, plain.params, plain.start(request))
     return np.asarray(_root_logits(plain.plan, plain.params, state))
 
 

@@ -104,11 +104,11 @@ class Timed:
 def timed_generate(decoder: Decoder, prompts: Sequence[Sequence[int]], params: SamplingParams) -> Timed:
     """`decoder.generate`, taken apart at the end of prefill to time the two parts of the same call."""
     started = time.perf_counter()
-    request = decoder._request(list(prompts), params)
-    state = decode._prefill(decoder.plan, decoder.params, decoder.start(request))
+    request = decoder.request(list(prompts), params)
+    state = decode.prefill(decoder.plan, decoder.params, decoder.start(request))
     jax.block_until_ready(state)
     prefilled = time.perf_counter()
-    results = decoder._results(request, decode._generate(decoder.plan, decoder.params, state))
+    results = decoder.results(request, decode.run(decoder.plan, decoder.params, state))
     ended = time.perf_counter()
     tokens = [result.tokens for result in results]
     return Timed(tokens, ended - started, ended - prefilled, sum(map(len, tokens)), results.stats)
@@ -147,16 +147,13 @@ def _propose(plan: Plan, params: Any, proposer: Any, context: Context) -> tuple[
 
 @functools.partial(jax.jit, static_argnames="plan", donate_argnames="state")
 def _verify(plan: Plan, params: Params, state: DecodeState, proposal: Proposal):
-    logits_BxNxV, taps, kv = cycle.score(plan, params, state, proposal)
-    acceptance = plan.rule.verify(proposal, logits_BxNxV, state.rows, state.context.root_position_B)
-    nan_BxN = jnp.isnan(logits_BxNxV.max(-1))
-    return (acceptance, nan_BxN, taps), dataclasses.replace(state, kv=kv)
+    *verified, kv = cycle.verify(plan, params, state, proposal)
+    return tuple(verified), dataclasses.replace(state, kv=kv)
 
 
 @functools.partial(jax.jit, static_argnames="plan", donate_argnames="state")
 def _reconcile(plan: Plan, params: Any, state: DecodeState, proposal: Proposal, verified) -> DecodeState:
-    acceptance, nan_BxN, taps = verified
-    return cycle.reconcile(plan, Params(None, params), state, proposal, acceptance, nan_BxN, taps, state.kv)
+    return cycle.reconcile(plan, Params(None, params), state, proposal, *verified, state.kv)
 
 
 def cycle_times(
@@ -188,14 +185,14 @@ def cycle_times(
         state = dataclasses.replace(state, proposer=proposer)
         verified, state = timed("verify", _verify, plan, params, state, proposal)
         state = timed("reconcile", _reconcile, plan, params.proposer, state, proposal, verified)
-        plain_state = timed("plain", decode._cycle, plain.plan, plain.params, plain_state)
+        plain_state = timed("plain", decode.step, plain.plan, plain.params, plain_state)
     return CycleTimes(**{name: Spread.of(values[2:]) for name, values in times.items()})
 
 
 def _prefilled(decoder: Decoder, prompts: Sequence[Sequence[int]], params: SamplingParams) -> DecodeState:
     params = dataclasses.replace(params, max_new_tokens=decoder.max_len, ignore_eos=True, stop=(), stop_token_ids=())
-    request = decoder._request(list(prompts), params)
-    return decode._prefill(decoder.plan, decoder.params, decoder.start(request))
+    request = decoder.request(list(prompts), params)
+    return decode.prefill(decoder.plan, decoder.params, decoder.start(request))
 
 
 # --- Bare model steps ---------------------------------------------------------------------------------------------
@@ -236,7 +233,7 @@ def step_times(
         held[name] = target.init_kv(1, plain.capacity).with_length(jnp.full((1,), in_buffer, jnp.int32))
 
     def run_cycle():
-        held["cycle"] = decode._cycle(plain.plan, plain.params, held["cycle"])
+        held["cycle"] = decode.step(plain.plan, plain.params, held["cycle"])
         return held["cycle"]
 
     def step(name: str, tokens_BxN: jax.Array):
@@ -278,7 +275,7 @@ class Memory:
 def memory(decoder: Decoder, batch: int) -> Memory:
     """Memory of `generate` for a batch; compiles nothing where `generate` has run with it."""
     prompts = [[0]] * batch
-    state = decoder.start(decoder._request(prompts, SamplingParams(max_new_tokens=1)))
+    state = decoder.start(decoder.request(prompts, SamplingParams(max_new_tokens=1)))
     buffers = jax.tree.leaves((state.kv, state.proposer))
-    compiled = decode._generate.lower(decoder.plan, decoder.params, state).compile()
+    compiled = decode.run.lower(decoder.plan, decoder.params, state).compile()
     return Memory(sum(b.nbytes for b in buffers), compiled.memory_analysis().temp_size_in_bytes)

@@ -70,14 +70,17 @@ def tree_attention_reference(
     G = H // K
     scale = 1.0 / math.sqrt(D) if scale is None else scale
     q_BxKxMxD = q_BxNxHxD.reshape(B, N, K, G, D).transpose(0, 2, 3, 1, 4).reshape(B, K, G * N, D)
+    # A weight of zero does not hide a NaN: rows that nobody sees must not be multiplied at all. (The scores are masked
+    # anyway; keys are treated alike because XLA:CPU then reads the buffer in place instead of copying it every time.)
+    written_Bx1xSx1 = (jnp.arange(S)[None, :] < length_B[:, None] + N)[:, None, :, None]
+    k_BxKxSxD, v_BxKxSxD = (
+        jnp.where(written_Bx1xSx1, rows, jnp.zeros((), rows.dtype)) for rows in (k_BxKxSxD, v_BxKxSxD)
+    )
     scores_BxKxMxS = jnp.einsum("bkmd,bksd->bkms", q_BxKxMxD, k_BxKxSxD, preferred_element_type=jnp.float32)
     scores_BxKxGxNxS = scores_BxKxMxS.reshape(B, K, G, N, S) * scale
     visible_BxNxS = visible(length_B, N, S, words_BxNxW)
     scores_BxKxGxNxS = jnp.where(visible_BxNxS[:, None, None], scores_BxKxGxNxS, MASKED)
     weights_BxKxGxNxS = jax.nn.softmax(scores_BxKxGxNxS, axis=-1)
-    # A weight of zero does not hide a NaN: rows that nobody sees must not be multiplied at all.
-    written_BxS = jnp.arange(S)[None, :] < length_B[:, None] + N
-    v_BxKxSxD = jnp.where(written_BxS[:, None, :, None], v_BxKxSxD, jnp.zeros((), v_BxKxSxD.dtype))
     out_BxKxMxD = jnp.einsum(
         "bkms,bksd->bkmd",
         weights_BxKxGxNxS.reshape(B, K, G * N, S).astype(v_BxKxSxD.dtype),

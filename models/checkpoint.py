@@ -152,27 +152,40 @@ def filled_params(config: LlamaConfig, value_of: Callable[[str], Any]) -> Params
     dtype = jnp.dtype(config.dtype)
 
     def value(path):
-        return np.asarray(value_of(".".join(map(str, path)))).astype(dtype, copy=False)
+        parts = [np.asarray(value_of(part)).astype(dtype, copy=False) for part, _ in _parts(config, path)]
+        return _oriented(path, parts[0] if len(parts) == 1 else np.concatenate(parts))
 
-    filled = [
-        # A copy: on CPU the array could otherwise be the mapped file itself.
-        (path, variable.replace(jnp.array(_oriented(path, value(path)))))
-        for path, variable in nnx.to_flat_state(state)
-    ]
+    # A copy: on CPU the array could otherwise be the mapped file itself.
+    filled = [(path, variable.replace(jnp.array(value(path)))) for path, variable in nnx.to_flat_state(state)]
     return nnx.from_flat_state(filled)
 
 
-def flat_params(params: Params) -> dict[str, Any]:
-    """A model's arrays by dotted path, e.g. `layers.3.mlp.up.weight`; matrices are [out, in], as files have them."""
-    return {".".join(map(str, path)): _oriented(path, leaf.get_value()) for path, leaf in nnx.to_flat_state(params)}
+def flat_params(config: LlamaConfig, params: Params) -> dict[str, Any]:
+    """A model's arrays as files have them, by dotted path, e.g. `layers.3.mlp.up.weight`; matrices are [out, in]."""
+    flat = {}
+    for path, leaf in nnx.to_flat_state(params):
+        array, start = _oriented(path, leaf.get_value()), 0
+        for part, width in _parts(config, path):
+            flat[part] = array if width is None else array[start : start + width]
+            start += width or 0
+    return flat
 
 
 def param_shapes(config: LlamaConfig) -> dict[str, tuple[int, ...]]:
-    """Path and shape of every parameter of a configuration; allocates nothing."""
+    """Path and shape of every array that `flat_params` gives for a configuration; allocates nothing."""
     _, state = nnx.split(Llama(config))
-    leaves = nnx.to_flat_state(state)
-    oriented = {path: jax.eval_shape(functools.partial(_oriented, path), leaf.get_value()) for path, leaf in leaves}
-    return {".".join(map(str, path)): value.shape for path, value in oriented.items()}
+    shapes = jax.eval_shape(functools.partial(flat_params, config), state)
+    return {path: shape.shape for path, shape in shapes.items()}
+
+
+def _parts(config: LlamaConfig, path: tuple) -> list[tuple[str, int | None]]:
+    """Paths and output widths of the arrays that one parameter holds side by side; no width where it is one array."""
+    fused = {
+        "qkv": {"q": config.q_width, "k": config.kv_width, "v": config.kv_width},
+        "gate_up": {"gate": config.mlp_dim, "up": config.mlp_dim},
+    }
+    *outer, module, kind = map(str, path)
+    return [(".".join([*outer, part, kind]), width) for part, width in fused.get(module, {module: None}).items()]
 
 
 def _oriented(path: tuple, array):

@@ -104,6 +104,16 @@ class LlamaConfig:
             )
 
     @property
+    def q_width(self) -> int:
+        """Features of all queries together."""
+        return self.num_heads * self.head_dim
+
+    @property
+    def kv_width(self) -> int:
+        """Features of all keys together, and of all values."""
+        return self.num_kv_heads * self.head_dim
+
+    @property
     def rotary_dim(self) -> int:
         """How many of a head's dimensions are rotated."""
         return int(self.head_dim * self.partial_rotary_factor)

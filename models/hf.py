@@ -67,7 +67,7 @@ def save(target: LlamaTarget, folder: str | Path, max_shard_bytes: int = 5_000_0
     folder.mkdir(parents=True, exist_ok=True)
     config = target.config.to_hf()
     shards: list[dict[str, np.ndarray]] = [{}]
-    for path, value in flat_params(target.params).items():
+    for path, value in flat_params(target.config, target.params).items():
         array = np.asarray(value)
         if shards[-1] and sum(a.nbytes for a in shards[-1].values()) + array.nbytes > max_shard_bytes:
             shards.append({})

@@ -143,7 +143,7 @@ class LlamaTarget:
     def fingerprint(self) -> str:
         """A sha256 of the configuration and of a grid of values from every weight: cheap, not tamper-proof."""
         digest = hashlib.sha256(json.dumps(dataclasses.asdict(self.config), sort_keys=True).encode())
-        arrays = flat_params(self.params)
+        arrays = flat_params(self.config, self.params)
         samples = jax.device_get({path: _grid(array) for path, array in arrays.items()})
         for path, array in arrays.items():
             digest.update(f"{path} {array.shape} {array.dtype}".encode())

@@ -4,6 +4,8 @@
 """
 
 import dataclasses
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -122,6 +124,16 @@ def score(
     )
 
 
+def verify(
+    plan: Plan, params: Params, state: DecodeState, proposal: Proposal
+) -> tuple[Acceptance, Bool[Array, "B N"], tuple, KVBuffer]:
+    """What the rule makes of the target's scores: acceptance, nodes whose logits are not numbers, taps, written KV."""
+    logits_BxNxV, taps, kv = score(plan, params, state, proposal)
+    acceptance = plan.rule.verify(proposal, logits_BxNxV, state.rows, state.context.root_position_B)
+    # The maximum over V carries a NaN out of it.
+    return acceptance, jnp.isnan(logits_BxNxV.max(-1)), taps, kv
+
+
 def reconcile(
     plan: Plan,
     params: Params,
@@ -191,13 +203,30 @@ def reconcile(
 def cycle(plan: Plan, params: Params, state: DecodeState, speculate: bool = True) -> DecodeState:
     """One propose / score / verify / cut / commit step of all rows.
 
+    Where no row has drafted anything, the root alone is scored, at the price of a plain step: the same outcome, since
+    invalid nodes are never accepted.
+
     Args:
       speculate: static; False takes a plain step, after which the proposer is still up to date.
     """
     proposal, proposer = propose(plan, params, state, speculate)
     state = dataclasses.replace(state, proposer=proposer)
-    logits_BxNxV, taps, kv = score(plan, params, state, proposal)
-    acceptance = plan.rule.verify(proposal, logits_BxNxV, state.rows, state.context.root_position_B)
-    # The maximum over V carries a NaN out of it.
-    nan_BxN = jnp.isnan(logits_BxNxV.max(-1))
-    return reconcile(plan, params, state, proposal, acceptance, nan_BxN, taps, kv, speculate)
+
+    def judge(proposal: Proposal, state: DecodeState) -> DecodeState:
+        return reconcile(plan, params, state, proposal, *verify(plan, params, state, proposal), speculate)
+
+    if not (speculate and plan.proposer.may_abstain):
+        return judge(proposal, state)
+    anything = jnp.any(proposal.valid_BxN[:, 1:] & state.active_B[:, None])
+    root = root_only(state.context)
+    state = _when(anything, functools.partial(judge, proposal), state)
+    return _when(~anything, functools.partial(judge, root), state)
+
+
+def _when(condition: Bool[Array, ""], step: Callable[[DecodeState], DecodeState], state: DecodeState) -> DecodeState:
+    """`step(state)` where the condition holds, else the state as it is.
+
+    A loop of at most one turn: XLA works on a loop's buffers in place, but copies the KV for a conditional.
+    """
+    _, state = jax.lax.while_loop(lambda carry: carry[0], lambda carry: (False, step(carry[1])), (condition, state))
+    return state

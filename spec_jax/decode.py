@@ -55,19 +55,22 @@ class Results(list[Result]):
 
 
 @functools.partial(jax.jit, static_argnames="plan", donate_argnames="state")
-def _prefill(plan: Plan, params: Params, state: DecodeState) -> DecodeState:
+def prefill(plan: Plan, params: Params, state: DecodeState) -> DecodeState:
+    """`cycle.prefill`, compiled; the state is donated."""
     return cycle.prefill(plan, params, state)
 
 
 @functools.partial(jax.jit, static_argnames="plan", donate_argnames="state")
-def _generate(plan: Plan, params: Params, state: DecodeState) -> DecodeState:
+def run(plan: Plan, params: Params, state: DecodeState) -> DecodeState:
+    """Cycles until every row has ended, in one program; the state is donated."""
     return jax.lax.while_loop(
         lambda state: jnp.any(state.active_B), functools.partial(cycle.cycle, plan, params), state
     )
 
 
 @functools.partial(jax.jit, static_argnames=("plan", "speculate"), donate_argnames="state")
-def _cycle(plan: Plan, params: Params, state: DecodeState, speculate: bool = True) -> DecodeState:
+def step(plan: Plan, params: Params, state: DecodeState, speculate: bool = True) -> DecodeState:
+    """One cycle, compiled; the state is donated."""
     return cycle.cycle(plan, params, state, speculate)
 
 
@@ -130,14 +133,14 @@ class Decoder:
         """
         if isinstance(prompts, str):
             raise ContractError("prompts must be a list of prompts, got one str; use [prompt]")
-        request = self._request(list(prompts), params)
+        request = self.request(list(prompts), params)
         if not request.prompts:
             return Results([], Stats.of(Counters.create(1, self.plan.proposer.tree.max_depth + 1)))
         state = self.start(request)
         if any(request.budgets):
-            state = _prefill(self.plan, self.params, state)
-            state = _generate(self.plan, self.params, state)
-        return self._results(request, state)
+            state = prefill(self.plan, self.params, state)
+            state = run(self.plan, self.params, state)
+        return self.results(request, state)
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[str]:
         """Yields the text of one prompt as it is committed, by the same cycle as `generate`.
@@ -150,17 +153,17 @@ class Decoder:
         """
         if self.target.tokenizer is None:
             raise ContractError("streaming text needs a target with a tokenizer; use generate")
-        return self._stream(self._request([prompt], params))
+        return self._stream(self.request([prompt], params))
 
-    def _stream(self, request: "_Request") -> Iterator[str]:
+    def _stream(self, request: "Request") -> Iterator[str]:
         decode = codecs.getincrementaldecoder("utf-8")(errors="replace").decode
         (stops,) = (p.stop for p in request.params)
         state = self.start(request)
         status, done, data, shown = (stop.RUNNING if request.budgets[0] else stop.LENGTH), 0, b"", 0
         if status == stop.RUNNING:
-            state = _prefill(self.plan, self.params, state)
+            state = prefill(self.plan, self.params, state)
         while status == stop.RUNNING:
-            state = _cycle(self.plan, self.params, state)
+            state = step(self.plan, self.params, state)
             tokens, num_tokens, status = jax.device_get((state.tokens_BxS[0], state.num_tokens_B[0], state.status_B[0]))
             new = tokens[len(request.prompts[0]) + done : num_tokens]
             done += len(new)
@@ -177,7 +180,7 @@ class Decoder:
         if rest := decode(b"", True):
             yield rest
 
-    def start(self, request: "_Request") -> DecodeState:
+    def start(self, request: "Request") -> DecodeState:
         """The state before prefill: prompts in place, nothing computed yet."""
         batch, capacity = len(request.prompts), self.capacity
         tokens_BxS = np.zeros((batch, capacity), np.int32)
@@ -197,13 +200,16 @@ class Decoder:
         )
         return state
 
-    def _request(self, prompts, params) -> "_Request":
+    def request(
+        self, prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None
+    ) -> "Request":
+        """Checks a call's prompts and parameters; raises as `generate` does."""
         if params is None or isinstance(params, SamplingParams):
             params = [params or SamplingParams()] * len(prompts)
         if len(params) != len(prompts):
             raise ContractError(f"got {len(prompts)} prompts and {len(params)} SamplingParams; give one, or one each")
         tokens = [self._tokens(prompt, f"prompt {i}") for i, prompt in enumerate(prompts)]
-        return _Request(
+        return Request(
             prompts=tokens,
             params=list(params),
             seeds=[secrets.randbits(64) if p.seed is None else p.seed for p in params],
@@ -221,7 +227,8 @@ class Decoder:
         contract.check_prompt(tokens, self.target.vocab_size, self.max_len, name)
         return tokens
 
-    def _results(self, request: "_Request", state: DecodeState) -> Results:
+    def results(self, request: "Request", state: DecodeState) -> Results:
+        """What each row of a state has got so far."""
         tokens_BxS, num_tokens_B, status_B, counters = jax.device_get(
             (state.tokens_BxS, state.num_tokens_B, state.status_B, state.counters)
         )
@@ -249,7 +256,7 @@ class Decoder:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Request:
+class Request:
     """Checked requests of one call."""
 
     prompts: list[list[int]]

@@ -38,8 +38,8 @@ def text_script(text: bytes) -> ScriptLM:
 
 def run_cycles(decoder, prompts, speculate, params=None):
     """The state after prefill and the given cycles."""
-    request = decoder._request(prompts, params or SamplingParams(temperature=0.0, max_new_tokens=40))
-    state = decode._prefill(decoder.plan, decoder.params, decoder.start(request))
+    request = decoder.request(prompts, params or SamplingParams(temperature=0.0, max_new_tokens=40))
+    state = decode.prefill(decoder.plan, decoder.params, decoder.start(request))
     for flag in speculate:
         state = step(decoder, state, flag)
     return state
@@ -48,6 +48,6 @@ def run_cycles(decoder, prompts, speculate, params=None):
 def step(decoder, state, speculate=True):
     """One cycle, its invariants checked."""
     before = jax.device_get(state)
-    state = decode._cycle(decoder.plan, decoder.params, state, speculate)
+    state = decode.step(decoder.plan, decoder.params, state, speculate)
     testing.assert_invariants(before, state)
     return state

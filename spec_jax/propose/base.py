@@ -65,7 +65,7 @@ class Committed:
       tokens_BxP: the tokens emitted: those of path[1:], then the correction or bonus token.
       count_B: emitted tokens, which is also the number of committed nodes; 0 for a row that took no part.
       taps: hidden states that the proposer asked for, at every scored node.
-      drafted: static; whether the cycle verified this proposer's proposal (False: a plain step).
+      drafted: static; whether `propose` ran in this cycle (False: a plain step).
     """
 
     path_BxP: Int[Array, "B P"]
@@ -83,6 +83,8 @@ class Proposer(Protocol):
       tree: the static shape of its proposals.
       law: how their tokens are drawn.
       taps: hidden states of the target it wants to observe (see `Target.forward`).
+      may_abstain: it may draft nothing in a cycle, often enough that scoring the root alone then is worth a second
+        compiled form of the cycle.
       params: a pytree of arrays, an argument of the compiled program.
 
     State is a pytree of arrays with the batch in front. `rollback` needs no method: a proposer never stores more
@@ -92,6 +94,7 @@ class Proposer(Protocol):
     tree: Tree
     law: Law
     taps: tuple[int, ...]
+    may_abstain: bool
     params: Any
 
     def check(self, target: Any, max_len: int) -> None:
@@ -130,6 +133,7 @@ class Stateless:
     """Base of proposers that keep nothing between cycles: they read the committed text only."""
 
     taps = ()
+    may_abstain = False
     params = None
 
     def check(self, target, max_len: int) -> None:

@@ -39,6 +39,7 @@ class DraftModel:
     greedy: bool = False
 
     taps = ()
+    may_abstain = False
 
     def __post_init__(self):
         if self.length < 1:

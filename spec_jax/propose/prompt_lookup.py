@@ -32,6 +32,7 @@ class PromptLookup(Stateless):
     pick: Literal["recent", "leftmost"] = "recent"
 
     law = Law.POINT_MASS
+    may_abstain = True
 
     def __post_init__(self):
         if self.length < 1:

@@ -9,7 +9,7 @@ import numpy as np
 import tokenizers
 from tokenizers import AddedToken, decoders, pre_tokenizers
 
-from models.checkpoint import Params, filled_params, flat_params, param_shapes
+from models.checkpoint import filled_params, flat_params, param_shapes
 from models.config import Llama3Scaling, LlamaConfig
 from models.target import LlamaTarget
 from models.tokenizer import Tokenizer
@@ -77,8 +77,8 @@ def some_tokens(shape, vocab_size=TINY.vocab_size, seed=0):
     return np.random.default_rng(seed).integers(0, vocab_size, shape)
 
 
-def assert_same_params(left: Params, right: Params, **tolerance):
-    left, right = flat_params(left), flat_params(right)
+def assert_same_params(left: LlamaTarget, right: LlamaTarget, **tolerance):
+    left, right = (flat_params(target.config, target.params) for target in (left, right))
     assert left.keys() == right.keys()
     for path, array in left.items():
         np.testing.assert_allclose(

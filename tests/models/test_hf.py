@@ -34,7 +34,7 @@ def test_a_saved_folder_loads_as_the_same_model(name, dtype, tmp_path):
     hf.save(target, tmp_path)
     again = models.load(tmp_path, dtype)
     assert again.config == target.config and again.fingerprint == target.fingerprint
-    assert_same_params(again.params, target.params)
+    assert_same_params(again, target)
 
 
 @pytest.mark.smoke
@@ -44,7 +44,7 @@ def test_shards_and_tokenizer(tmp_path):
     hf.save(target, tmp_path, max_shard_bytes=20_000)
     assert len(list(tmp_path.glob("*.safetensors"))) > 2 and not (tmp_path / hf.SINGLE).exists()
     again = models.load(str(tmp_path))
-    assert_same_params(again.params, target.params)
+    assert_same_params(again, target)
     assert again.eos_token_ids == (2, 0) and again.chat("hello") == target.chat("hello")
     assert again.name == str(tmp_path)
 
@@ -52,7 +52,7 @@ def test_shards_and_tokenizer(tmp_path):
 def test_float32_is_rounded_to_bfloat16_on_request(folder):
     low = models.load(folder, dtype="bfloat16")
     assert low.config.dtype == "bfloat16"
-    assert_same_params(low.params, models.load(folder).params, rtol=2**-8)
+    assert_same_params(low, models.load(folder), rtol=2**-8)
 
 
 def test_keys_that_are_missing_extra_or_misshapen_are_all_named(folder):
@@ -76,7 +76,7 @@ def test_keys_that_are_missing_extra_or_misshapen_are_all_named(folder):
 
 def test_rotary_buffers_of_old_checkpoints_are_no_weights(folder):
     edit(folder, model__layers__0__self_attn__rotary_emb__inv_freq=np.zeros(4, np.float32))
-    assert_same_params(models.load(folder).params, noisy_target(TINY).params)
+    assert_same_params(models.load(folder), noisy_target(TINY))
 
 
 def test_a_head_may_be_absent_only_where_the_config_ties_it(folder):
@@ -91,7 +91,7 @@ def test_a_tied_head_that_is_stored_must_be_the_embedding(tmp_path):
     hf.save(noisy_target(TIED), tmp_path)
     embedding = load_file(tmp_path / hf.SINGLE)["model.embed_tokens.weight"]
     edit(tmp_path, lm_head__weight=embedding)
-    assert_same_params(models.load(tmp_path).params, noisy_target(TIED).params)
+    assert_same_params(models.load(tmp_path), noisy_target(TIED))
     edit(tmp_path, lm_head__weight=embedding + 1)
     with pytest.raises(ModelError, match="ties lm_head.weight to model.embed_tokens.weight.*different values"):
         models.load(tmp_path)

@@ -60,7 +60,7 @@ def test_a_tree_scores_each_path_as_a_chain(name):
 
 def test_taps_are_the_residual_stream_and_the_final_norm():
     target, tokens_BxN = noisy_target(TINY), some_tokens((2, 5))
-    weights = flat_params(target.params)
+    weights = flat_params(target.config, target.params)
     logits_BxNxV, taps, _ = forward(target, tokens_BxN, target.init_kv(2, 8), taps=(3, 0, 1, 2))
     final, embedded, after_first, after_second = taps
     np.testing.assert_array_equal(embedded, np.asarray(weights["embedding.weight"])[tokens_BxN])
@@ -82,13 +82,13 @@ def test_taps_outside_the_model_are_refused():
 
 
 def test_a_tied_head_has_no_second_array():
-    assert "head.weight" not in flat_params(noisy_target(VARIANTS["smollm2"]).params)
+    assert "head.weight" not in flat_params(VARIANTS["smollm2"], noisy_target(VARIANTS["smollm2"]).params)
 
 
 def test_bfloat16_follows_float32():
     config = dataclasses.replace(TINY, dtype="bfloat16")
     low = noisy_target(config)
-    high = LlamaTarget(TINY, filled_params(TINY, flat_params(low.params).get))
+    high = LlamaTarget(TINY, filled_params(TINY, flat_params(config, low.params).get))
     tokens_BxN = some_tokens((1, 8))
     low_BxNxV, (tap_BxNxE,), kv = forward(low, tokens_BxN, low.init_kv(1, 8), taps=(2,))
     high_BxNxV, _, _ = forward(high, tokens_BxN, high.init_kv(1, 8))

@@ -33,6 +33,12 @@ NUM_TOKENS = 28
 NEAR_TIE = 1e-4
 
 
+def as_stored(target):
+    """A target's arrays by the names of a Hugging Face file."""
+    flat = flat_params(target.config, target.params)
+    return {stored_name(path, HF): np.asarray(array) for path, array in flat.items()}
+
+
 def peer_logits(peer, tokens_BxN) -> np.ndarray:
     with torch.no_grad():
         return peer(torch.tensor(tokens_BxN)).logits.float().numpy()
@@ -91,7 +97,7 @@ def test_partial_rotation_agrees_with_a_family_that_has_it():
             eos_token_id=2,
         )
     ).eval()
-    weights = {stored_name(path, HF): np.asarray(value) for path, value in flat_params(target.params).items()}
+    weights = as_stored(target)
     for layer in range(config.num_layers):
         attention, mlp = (f"model.layers.{layer}.{part}" for part in ("self_attn", "mlp"))
         qkv = [weights.pop(f"{attention}.{part}_proj.weight") for part in "qkv"]
@@ -106,7 +112,7 @@ def peer_of(target):
     """The same model in transformers, on the same values."""
     config = transformers.AutoConfig.for_model(**target.config.to_hf())
     peer = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
-    weights = {stored_name(path, HF): torch.tensor(np.asarray(v)) for path, v in flat_params(target.params).items()}
+    weights = {name: torch.tensor(array) for name, array in as_stored(target).items()}
     missing, unexpected = peer.load_state_dict(weights, strict=False)
     assert not unexpected and set(missing) <= {"lm_head.weight"}
     peer.tie_weights()

@@ -17,7 +17,7 @@ def test_it_is_a_target_hashable_by_identity():
     assert isinstance(target, Target)
     assert len({target, twin}) == 2
     assert (target.vocab_size, target.max_positions, target.eos_token_ids) == (50, 64, ())
-    assert_same_params(target.params, twin.params)
+    assert_same_params(target, twin)
 
 
 def test_forward_reads_the_parameters_it_is_given():
@@ -38,7 +38,7 @@ def test_the_buffer_has_the_models_shape_and_dtype():
 
 def test_the_fingerprint_sees_weights_and_configuration():
     target = noisy_target(TINY)
-    weights = flat_params(target.params)
+    weights = flat_params(target.config, target.params)
 
     def changed(changed_path):
         def value(path):

@@ -97,12 +97,12 @@ def markov(seed, support="full"):
 def counts_of(decoder, rows, calls, tokens=TOKENS):
     """Joint counts of the first tokens after prompt [0], over seeds that never repeat."""
     params = SamplingParams(seed=0, max_new_tokens=tokens, temperature=1.0)
-    request = decoder._request([[0]] * rows, params)
+    request = decoder.request([[0]] * rows, params)
     counts = {}
     for call in range(calls):
         state = decoder.start(dataclasses.replace(request, seeds=range(call * rows, (call + 1) * rows)))
-        state = decode._prefill(decoder.plan, decoder.params, state)
-        state = decode._generate(decoder.plan, decoder.params, state)
+        state = decode.prefill(decoder.plan, decoder.params, state)
+        state = decode.run(decoder.plan, decoder.params, state)
         keys, numbers = np.unique(np.asarray(state.tokens_BxS[:, 1 : 1 + tokens]), axis=0, return_counts=True)
         for key, number in zip(map(tuple, keys.tolist()), numbers.tolist(), strict=True):
             counts[key] = counts.get(key, 0) + number
@@ -253,8 +253,8 @@ def test_exactly_as_many_tokens_as_asked(hist, plain, length):
 
 
 def test_a_budget_of_nothing_runs_no_model(hist, monkeypatch):
-    monkeypatch.setattr(decode, "_prefill", None)
-    monkeypatch.setattr(decode, "_generate", None)
+    monkeypatch.setattr(decode, "prefill", None)
+    monkeypatch.setattr(decode, "run", None)
     (result,) = Decoder(hist, **LEN).generate([[1]], SamplingParams(max_new_tokens=0))
     assert result.tokens == [] and result.finish_reason == "length"
 
@@ -384,7 +384,7 @@ def test_nothing_compiles_after_warm_up(hist):
     """Ragged prompts, parameters, stops and acceptance are data."""
     decoder = Decoder(hist, DraftModel(testing.HistLM(seed=3), 3), **LEN)
     decoder.generate(PROMPTS, MIXED)
-    sizes = decode._prefill._cache_size(), decode._generate._cache_size()
+    sizes = decode.prefill._cache_size(), decode.run._cache_size()
     rng = np.random.default_rng(0)
     for _ in range(5):
         prompts = [rng.integers(0, 11, rng.integers(1, 40)).tolist() for _ in range(4)]
@@ -399,14 +399,14 @@ def test_nothing_compiles_after_warm_up(hist):
             for _ in range(4)
         ]
         decoder.generate(prompts, params)
-    assert (decode._prefill._cache_size(), decode._generate._cache_size()) == sizes
+    assert (decode.prefill._cache_size(), decode.run._cache_size()) == sizes
 
 
 def test_decoders_with_equal_parts_share_programs(hist):
     Decoder(hist, PromptLookup(3), **LEN).generate(PROMPTS, MIXED)
-    size = decode._generate._cache_size()
+    size = decode.run._cache_size()
     Decoder(hist, PromptLookup(3), **LEN).generate(PROMPTS, MIXED)
-    assert decode._generate._cache_size() == size
+    assert decode.run._cache_size() == size
 
 
 @pytest.mark.parametrize(
@@ -424,7 +424,7 @@ def test_decoders_with_equal_parts_share_programs(hist):
     ],
 )
 def test_bad_requests_are_refused_before_anything_runs(plain, monkeypatch, prompts, params, message):
-    monkeypatch.setattr(decode, "_prefill", None)
+    monkeypatch.setattr(decode, "prefill", None)
     with pytest.raises(ContractError, match=message):
         plain.generate(prompts, params)
 
