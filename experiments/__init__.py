@@ -1,0 +1,1 @@
+"""Programs people run: python -m experiments.NAME. No other folder imports from here."""
