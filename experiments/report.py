@@ -168,7 +168,7 @@ def markdown(rows: Sequence[Row], heading: str) -> str:
     ]
     timed = [row for row in rows if row.cycle is not None]
     parts += [
-        "**Time of a cycle**, ms: stages as programs of their own, their sum, the cycle inside the loop of "
+        "**Time of a cycle**, ms: stages of a full proposal as programs of their own, their sum, the cycle inside the loop of "
         "`generate`, and a plain cycle (t1). **Memory**, MiB: KV buffers, and scratch of the compiled loop.",
         _time(timed),
     ]
