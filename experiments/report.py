@@ -168,8 +168,8 @@ def markdown(rows: Sequence[Row], heading: str) -> str:
     ]
     timed = [row for row in rows if row.cycle is not None]
     parts += [
-        "**Time of a cycle**, ms: stages of a full proposal as programs of their own, their sum, the cycle inside the loop of "
-        "`generate`, and a plain cycle (t1). **Memory**, MiB: KV buffers, and scratch of the compiled loop.",
+        "**Time of a cycle**, ms: stages of a full proposal as programs of their own, their sum, the cycle inside the "
+        "loop of `generate`, and a plain cycle (t1). **Memory**, MiB: KV buffers, and scratch of the compiled loop.",
         _time(timed),
     ]
     if len(rows[0].by_category) > 1:
