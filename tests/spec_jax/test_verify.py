@@ -1,6 +1,7 @@
 """Rules: exact joint laws by enumeration, the measured acceptance, and planted bugs that must be caught."""
 
 import dataclasses
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -68,6 +69,43 @@ def test_the_block_verification_toy():
     p, q = lambda _: np.array([1 / 3, 2 / 3]), lambda _: np.array([2 / 3, 1 / 3])
     assert testing.cycle_law(verify.Rejection(), p, q, 2)[1] == pytest.approx(10 / 9, abs=1e-6)
     assert testing.cycle_law(verify.Block(), p, q, 2)[1] == pytest.approx(11 / 9, abs=1e-6)
+
+
+@pytest.mark.parametrize("supports", SUPPORTS, ids="-".join)
+def test_the_joint_law_of_match(supports, monkeypatch):
+    """Every draft, and a uniform from the middle of every interval that draws a token, with its probability."""
+    p, q = laws(supports)
+    cases = []
+    for chain in itertools.product(range(3), repeat=2):
+        rows = [p(chain[:depth]) for depth in range(3)]
+        for drawn in itertools.product(range(3), repeat=3):
+            mass = (
+                q(())[chain[0]] * q(chain[:1])[chain[1]] * np.prod([row[y] for row, y in zip(rows, drawn, strict=True)])
+            )
+            if mass > 0.0:
+                middle = [row[:y].sum() + row[y] / 2 for row, y in zip(rows, drawn, strict=True)]
+                cases.append((chain, rows, middle, mass))
+    u = jnp.asarray([middle for _, _, middle, _ in cases], jnp.float32)
+    monkeypatch.setattr(sampling, "uniforms", lambda seed, purpose, position, lane=None: u)
+    proposal = verify.base.Proposal(
+        jnp.asarray([(0, *chain) for chain, *_ in cases], jnp.int32),
+        jnp.ones(u.shape, bool),
+        None,
+        Tree.chain(2),
+        Law.IID,
+    )
+    with np.errstate(divide="ignore"):
+        logits = jnp.asarray(np.log([rows for _, rows, _, _ in cases]), jnp.float32)
+    sampled = SamplingRows.create([SamplingParams()] * len(cases), range(len(cases)))
+    made = verify.Match().verify(proposal, logits, sampled, jnp.zeros(len(cases), jnp.int32))
+    emitted = {}
+    for (chain, _, _, mass), accepted, token in zip(
+        cases, np.asarray(made.num_accepted_B), np.asarray(made.next_token_B), strict=True
+    ):
+        head = (*chain[:accepted], int(token))
+        for rest, chance in testing.plain_law(lambda rest, head=head: p((*head, *rest)), 3 - len(head)).items():
+            emitted[(*head, *rest)] = emitted.get((*head, *rest), 0.0) + mass * chance
+    assert testing.total_variation(emitted, testing.plain_law(p, 3)) < EXACT
 
 
 # --- planted bugs -------------------------------------------------------------------------------------------------
