@@ -28,7 +28,7 @@ def guarded(main: Callable[[], int | None]) -> int:
     """The exit code of `main`, with errors that are for people turned into one line on standard error."""
     try:
         return main() or 0
-    except (ValueError, ModelError, OSError) as error:  # ContractError is a ValueError.
+    except (ValueError, ModelError, OSError, FloatingPointError) as error:  # ContractError is a ValueError.
         logging.debug("details", exc_info=True)
         return fail(str(error))
 

@@ -11,6 +11,7 @@ compilation.
 
 import dataclasses
 import json
+import secrets
 import time
 from pathlib import Path
 from typing import Any
@@ -105,6 +106,10 @@ def run(config: Config) -> None:
     if config.json is not None and not config.json.absolute().parent.is_dir():
         raise ValueError(f"the folder of --json {config.json} does not exist")
 
+    for number, prompt in enumerate(config.prompts):
+        if not prompt.strip():
+            raise ValueError(f"prompt {number} is empty: give a text to answer or to continue")
+
     def load(name: str):
         return models.load(name, config.dtype)
 
@@ -112,16 +117,21 @@ def run(config: Config) -> None:
     decoder = sj.Decoder(target, proposer=config.proposer.build(load), rule=config.rule.build(), max_len=config.max_len)
     prompts = list(config.prompts) if config.raw else [target.chat(prompt) for prompt in config.prompts]
     if config.stream:
-        for piece in decoder.stream(prompts[0], config.params):
+        params = config.params
+        if params.seed is None:
+            params = dataclasses.replace(params, seed=secrets.randbits(64))
+        for piece in decoder.stream(prompts[0], params):
             print(piece, end="", flush=True)
         print()
+        if params.temperature > 0.0:
+            cli.note(f"seed {params.seed}")
         return
     started = time.perf_counter()
     results = decoder.generate(prompts, config.params)
     seconds = time.perf_counter() - started
     for prompt, result in zip(config.prompts, results, strict=True):
         if len(results) > 1:
-            print(f"--- {prompt.splitlines()[0][:80]}")
+            print(f"--- {prompt.strip().splitlines()[0][:80]}")
         print(result.text)
     if config.json is not None:
         with config.json.open("w", encoding="utf-8") as file:

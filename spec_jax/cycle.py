@@ -130,8 +130,8 @@ def verify(
     """What the rule makes of the target's scores: acceptance, nodes whose logits are not numbers, taps, written KV."""
     logits_BxNxV, taps, kv = score(plan, params, state, proposal)
     acceptance = plan.rule.verify(proposal, logits_BxNxV, state.rows, state.context.root_position_B)
-    # The maximum over V carries a NaN out of it.
-    return acceptance, jnp.isnan(logits_BxNxV.max(-1)), taps, kv
+    # The maximum over V carries a NaN out of it; a row of -inf holds no law, and one with +inf none either.
+    return acceptance, ~jnp.isfinite(logits_BxNxV.max(-1)), taps, kv
 
 
 def reconcile(
@@ -140,15 +140,15 @@ def reconcile(
     state: DecodeState,
     proposal: Proposal,
     acceptance: Acceptance,
-    nan_BxN: Bool[Array, "B N"],
+    bad_BxN: Bool[Array, "B N"],
     taps: tuple,
     kv: KVBuffer,
     speculate: bool = True,
 ) -> DecodeState:
     """Cuts the accepted run, commits what is left of it everywhere, and counts it.
 
-    Rows that are finished commit nothing. Nor does a row whose accepted path meets a node of `nan_BxN` (the target's
-    logits there are not numbers): it ends with an error, and its mates do not notice.
+    Rows that are finished commit nothing. A row whose run needs the token behind a node of `bad_BxN` (where the
+    target's logits are not numbers) commits what came before and ends with an error; its mates do not notice.
     """
     tree, path_BxP = proposal.tree, acceptance.path_BxP
     B, P = path_BxP.shape
@@ -159,17 +159,21 @@ def reconcile(
         jnp.roll(on_path_BxP, -1, axis=1),
         acceptance.next_token_B[:, None],
     )
-    nan_BxP = jnp.take_along_axis(nan_BxN, path_BxP, axis=1, mode="clip")
-    failed_B = jnp.any(nan_BxP & (step_1xP <= acceptance.num_accepted_B[:, None]), axis=1)
-    count_B = jnp.where(state.active_B & ~failed_B, acceptance.num_accepted_B + 1, 0)
+    # The token in place i of the run was drawn behind node i of the path.
+    bad_BxP = jnp.take_along_axis(bad_BxN, path_BxP, axis=1, mode="clip")
+    bad_BxP &= step_1xP <= acceptance.num_accepted_B[:, None]
+    failed_B = jnp.any(bad_BxP, axis=1)
+    count_B = jnp.where(failed_B, jnp.argmax(bad_BxP, axis=1), acceptance.num_accepted_B + 1)
+    count_B = jnp.where(state.active_B, count_B, 0)
     emitted_B, reason_B, stop = stop_lib.cut(state.stop, run_BxP, count_B, state.budget_B)
-    reason_B = jnp.where(failed_B, stop_lib.ERROR, reason_B)
+    reason_B = jnp.where(failed_B & (reason_B == stop_lib.RUNNING), stop_lib.ERROR, reason_B)
 
     # Out-of-range indices are dropped; a negative one would wrap.
     S = state.tokens_BxS.shape[1]
     index_BxP = jnp.where(step_1xP < emitted_B[:, None], state.num_tokens_B[:, None] + step_1xP, S)
     tokens_BxS = state.tokens_BxS.at[jnp.arange(B)[:, None], index_BxP].set(run_BxP, mode="drop")
-    committed = Committed(path_BxP, run_BxP, emitted_B, taps, drafted=speculate)
+    kept_BxP = jnp.where(step_1xP < emitted_B[:, None], path_BxP, tree.size)
+    committed = Committed(kept_BxP, run_BxP, emitted_B, taps, drafted=speculate)
     proposer = plan.proposer.observe(params.proposer, state.proposer, state.context, committed)
 
     accepted_B = acceptance.num_accepted_B
@@ -187,7 +191,7 @@ def reconcile(
         status_B=jnp.where(state.active_B, reason_B, state.status_B),
         rows=state.rows,
         stop=stop,
-        kv=kv.commit(emitted_B, None if tree.is_chain else path_BxP),
+        kv=kv.commit(emitted_B, None if tree.is_chain else kept_BxP),
         proposer=proposer,
         counters=state.counters.after(
             state.active_B,

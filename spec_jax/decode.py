@@ -3,8 +3,10 @@
 import codecs
 import dataclasses
 import functools
+import operator
 import secrets
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +22,8 @@ from spec_jax.stop import StopRows
 from spec_jax.target import Target
 from spec_jax.verify import Match, Rule
 
-Prompt = str | Sequence[int | np.integer] | np.ndarray
+# A text or a sequence of token ids; `Decoder.request` checks it, with errors for people.
+Prompt = Any
 
 
 @dataclasses.dataclass(frozen=True)
@@ -107,6 +110,9 @@ class Decoder:
                 f"max_len is {max_len} and the target has {target.max_positions} positions; choose max_len <= "
                 f"{target.max_positions}"
             )
+        for part, protocol in ((proposer, Proposer), (rule, Rule)):
+            if isinstance(part, type) or not isinstance(part, protocol):
+                raise ContractError(f"{part!r} is not a {protocol.__name__} object (a class must be called first)")
         contract.check_pair(proposer, rule)
         proposer.check(target, max_len)
         self.max_len = max_len
@@ -131,8 +137,8 @@ class Decoder:
         Raises:
           ContractError, ValueError: a request that cannot be honoured; nothing has run then.
         """
-        if isinstance(prompts, str):
-            raise ContractError("prompts must be a list of prompts, got one str; use [prompt]")
+        if isinstance(prompts, str | bytes) or any(isinstance(p, int | np.integer) for p in prompts):
+            raise ContractError("prompts must be a list of prompts, got a single one; use [prompt]")
         request = self.request(list(prompts), params)
         if not request.prompts:
             return Results([], Stats.of(Counters.create(1, self.plan.proposer.tree.max_depth + 1)))
@@ -193,9 +199,9 @@ class Decoder:
             budget_B=jnp.asarray(budget_B),
             status_B=jnp.asarray(np.where(budget_B > 0, stop.RUNNING, stop.LENGTH), jnp.int32),
             rows=SamplingRows.create(request.params, request.seeds),
-            stop=StopRows.create(request.params, self.target),
-            kv=self.target.init_kv(batch, capacity),
+            stop=request.stop,
             proposer=self.plan.proposer.init(batch, capacity),
+            kv=self.target.init_kv(batch, capacity),
             counters=Counters.create(batch, self.plan.proposer.tree.max_depth + 1),
         )
         return state
@@ -213,6 +219,7 @@ class Decoder:
             prompts=tokens,
             params=list(params),
             seeds=[secrets.randbits(64) if p.seed is None else p.seed for p in params],
+            stop=StopRows.create(params, self.target),
             budgets=[
                 min(p.max_new_tokens, self.max_len - len(prompt)) for p, prompt in zip(params, tokens, strict=True)
             ],
@@ -223,7 +230,10 @@ class Decoder:
             if self.target.tokenizer is None:
                 raise ContractError(f"{name} is text, and the target has no tokenizer; give token ids")
             prompt = self.target.tokenizer.encode(prompt)
-        tokens = [int(token) for token in prompt]
+        try:
+            tokens = [operator.index(token) for token in prompt]
+        except TypeError:
+            raise ContractError(f"{name} must be text or whole numbers, got {prompt!r}") from None
         contract.check_prompt(tokens, self.target.vocab_size, self.max_len, name)
         return tokens
 
@@ -262,4 +272,5 @@ class Request:
     prompts: list[list[int]]
     params: list[SamplingParams]
     seeds: Sequence[int]
+    stop: StopRows
     budgets: list[int]

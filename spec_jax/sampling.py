@@ -6,6 +6,7 @@ one side only.
 
 import dataclasses
 import enum
+import operator
 from collections.abc import Sequence
 
 import jax
@@ -55,9 +56,13 @@ class SamplingParams:
         if isinstance(self.stop, str):
             object.__setattr__(self, "stop", (self.stop,))
         object.__setattr__(self, "stop", tuple(self.stop))
-        object.__setattr__(self, "stop_token_ids", tuple(int(i) for i in self.stop_token_ids))
-        # Written so that NaN fails as well.
-        if not 0.0 <= self.temperature < float("inf"):
+        object.__setattr__(self, "stop_token_ids", tuple(map(operator.index, self.stop_token_ids)))
+        for name in ("top_k", "max_new_tokens", "seed"):
+            value = getattr(self, name)
+            if value is not None and not hasattr(value, "__index__"):
+                raise ValueError(f"{name} must be a whole number, got {value!r}")
+        # Written so that NaN fails as well. The limits are those of float32.
+        if self.temperature != 0.0 and not 1e-37 < self.temperature < 1e38:
             raise ValueError(f"temperature must be 0 (greedy) or a positive number, got {self.temperature}")
         if self.top_k < 0:
             raise ValueError(f"top_k must be 0 (keep all) or positive, got {self.top_k}")
@@ -71,6 +76,11 @@ class SamplingParams:
             raise ValueError(f"max_new_tokens must be >= 0, got {self.max_new_tokens}")
         if any(not text for text in self.stop):
             raise ValueError("a stop string must not be empty: it would stop before the first token")
+        for text in self.stop:
+            try:
+                text.encode()
+            except UnicodeEncodeError as error:
+                raise ValueError(f"stop string {text!r} is not valid Unicode: {error.reason}") from None
 
 
 class Purpose(enum.IntEnum):
@@ -164,7 +174,9 @@ def inverse_cdf(weights_BxNxV: Float[Array, "B N V"], u_BxN: Float[Array, "B N"]
     inside_BxNxT = jnp.take_along_axis(blocks_BxNxCxT, chosen_BxNx1[..., None], axis=2)[..., 0, :]
     before_BxNx1 = jnp.take_along_axis(upto_BxNxC, jnp.maximum(chosen_BxNx1 - 1, 0), axis=-1)
     before_BxNx1 = jnp.where(chosen_BxNx1 > 0, before_BxNx1, 0.0)
-    offset_BxNx1 = _first_above(jnp.cumsum(inside_BxNxT, axis=-1), wanted_BxNx1 - before_BxNx1)
+    # Not below 0, where the first token would be taken whatever its weight: a compiler may contract u * total - before.
+    rest_BxNx1 = jnp.maximum(wanted_BxNx1 - before_BxNx1, 0.0)
+    offset_BxNx1 = _first_above(jnp.cumsum(inside_BxNxT, axis=-1), rest_BxNx1)
     return (chosen_BxNx1 * block + offset_BxNx1)[..., 0].astype(jnp.int32)
 
 
@@ -208,7 +220,7 @@ def root_lanes(
 
 
 def _filtered(weights_BxNxV, rows: SamplingRows):
-    """Zeroes what top-k, top-p and min-p remove; weights are exp(logit - max) / temperature, in [0, 1]."""
+    """Zeroes what top-k, top-p and min-p remove; weights are exp((logit - max) / temperature), in [0, 1]."""
     V = weights_BxNxV.shape[-1]
     count_B = jnp.where(rows.top_k_B > 0, jnp.minimum(rows.top_k_B, V), V).astype(jnp.float32)
     kept_BxNxV = weights_BxNxV >= jax.lax.cond(

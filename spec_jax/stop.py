@@ -84,8 +84,8 @@ def cut(
     ran_B = emitted_B > 0
     reason_B = jnp.where(ran_B & (emitted_B == budget_B), LENGTH, RUNNING)
     reason_B = jnp.where(ran_B & (emitted_B == stop_length_B), STOP, reason_B)
-    last_BxS = jnp.take_along_axis(state_BxP, jnp.maximum(emitted_B - 1, 0)[:, None], axis=1)
-    state_B = jnp.where(ran_B, last_BxS[:, 0], stop.state_B)
+    last_Bx1 = jnp.take_along_axis(state_BxP, jnp.maximum(emitted_B - 1, 0)[:, None], axis=1)
+    state_B = jnp.where(ran_B, last_Bx1[:, 0], stop.state_B)
     return emitted_B, reason_B, dataclasses.replace(stop, state_B=state_B)
 
 
@@ -121,6 +121,10 @@ def _string_table(stops: Sequence[tuple[str, ...]], target):
     """One table for the batch: the automata of the different sets of strings, one behind the other."""
     if any(stops) and target.tokenizer is None:
         raise ContractError("stop strings need a target with a tokenizer; use stop_token_ids instead")
+    for text in {text for strings in stops for text in strings}:
+        ids = target.tokenizer.encode(text)
+        if not any(map(target.tokenizer.token_bytes, ids)):
+            raise ContractError(f"stop string {text!r} is a special token, which has no text; use stop_token_ids={ids}")
     idle_2xV = np.repeat(np.array([[_IDLE], [_MATCHED]], np.int32), target.vocab_size, axis=1)
     tables, starts = [idle_2xV], {(): _IDLE}
     for strings in sorted(set(stops) - {()}):

@@ -16,7 +16,8 @@ class Target(Protocol):
 
     Attributes:
       vocab_size: V; logits and token ids range over 0..V-1.
-      max_positions: positions the model supports, or None where it has no limit.
+      max_positions: positions the model supports, or None where it has no limit. Scratch nodes may be scored at
+        positions beyond it; what comes out there is never used.
       eos_token_ids: tokens that end a text.
       tokenizer: an object with `encode(text) -> list[int]`, `token_bytes(id) -> bytes` and `fingerprint: str`, or
         None for a model of bare token ids.

@@ -103,10 +103,3 @@ class Tree:
             above = np.flatnonzero(self.ancestors_NxN[node])
             path[node, : len(above)] = above[np.argsort(self.depth_N[above])]
         return path
-
-    @functools.cached_property
-    def is_leaf_N(self) -> np.ndarray:
-        """bool: the node has no child."""
-        leaf = np.ones(self.size, bool)
-        leaf[list(self.parents[1:])] = False
-        return leaf

@@ -99,12 +99,15 @@ class DraftModel:
         (logits_BxV, kv), (token_KxB, q_KxBxV) = jax.lax.scan(step, carry, jnp.arange(self.length - 1))
         token_B, q_BxV = choose(logits_BxV, jnp.int32(self.length - 1))
         drafted_BxK = jnp.concatenate([token_KxB, token_B[None]]).T
-        probs_BxNxV = None
+        probs_BxNxV, count_B = None, jnp.full_like(root_B, self.length)
         if not self.greedy:
             # One row a node: the last node has no child and so no law.
             laws_NxBxV = jnp.concatenate([q_KxBxV, q_BxV[None], jnp.zeros_like(q_BxV)[None]])
             probs_BxNxV = laws_NxBxV.transpose(1, 0, 2)
-        count_B = jnp.full_like(root_B, self.length)
+            # A draft whose logits are not numbers has drawn from no law: its tokens are not proposed.
+            sound_BxNx1 = jnp.isfinite(probs_BxNxV.sum(-1, keepdims=True))
+            probs_BxNxV = jnp.where(sound_BxNx1, probs_BxNxV, 0.0)
+            count_B = jnp.cumprod(sound_BxNx1[:, : self.length, 0].astype(jnp.int32), axis=1).sum(1).astype(jnp.int32)
         if self.model.max_positions is not None:
             fits_B = root_B + self.length <= self.model.max_positions
             count_B = jnp.where(fits_B, count_B, 0)

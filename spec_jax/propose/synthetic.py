@@ -40,6 +40,8 @@ class Synthetic(Stateless):
             raise ValueError(f"acceptance must be one probability in [0, 1] per depth, got {list(acceptance)}")
         if not len(references) or not all(len(r) for r in references):
             raise ValueError("give one reference sequence per row, none of them empty")
+        if not 0 <= seed < 2**32:
+            raise ValueError(f"seed must be in [0, 2**32), got {seed}")
         length_B = np.asarray([len(r) for r in references], np.int32)
         padded_BxT = np.zeros((len(references), length_B.max()), np.int32)
         for row, reference in zip(padded_BxT, references, strict=True):

@@ -224,6 +224,8 @@ def test_same_seed_equality_catches_a_match_rule_without_validity(hist, plain):
     class Padded(PromptLookup):
         """Counts nothing as drafted, but holds the padding the target may happen to predict."""
 
+        may_abstain = False
+
         def propose(self, params, state, context):
             proposal, state = super().propose(params, state, context)
             root_only = jnp.arange(proposal.tree.size)[None, :] == jnp.zeros_like(proposal.tokens_BxN)
@@ -312,12 +314,36 @@ def test_a_nan_row_ends_with_an_error_and_its_mates_do_not_notice(hist, plain):
     assert any(4 not in result.tokens for result in healthy), "the test needs a healthy mate"
     for proposer in (None, PromptLookup(3)):
         results = Decoder(Sick(), proposer, **LEN).generate(PROMPTS, params)
-        assert results[1].finish_reason == "error" and results[1].tokens == []  # the prompt itself is [4]
-        for sick, well in zip(results[:1] + results[2:], healthy[:1] + healthy[2:], strict=True):
-            if 4 in well.tokens[:-1]:
-                assert sick.finish_reason == "error" and well.tokens[: len(sick.tokens)] == sick.tokens
-            else:
-                assert sick.tokens == well.tokens and sick.finish_reason == "length"
+        for prompt, sick, well in zip(PROMPTS, results, healthy, strict=True):
+            roots = [prompt[-1], *well.tokens[:-1]]
+            # What plain decoding gives: everything up to the root behind which there is no law.
+            until = roots.index(4) if 4 in roots else len(roots)
+            assert sick.tokens == well.tokens[:until]
+            assert sick.finish_reason == ("error" if 4 in roots else "length")
+
+
+@pytest.mark.parametrize("rule", [verify.Match(), verify.Rejection(), verify.Block()], ids=lambda rule: rule.name)
+def test_a_draft_without_a_law_proposes_nothing(hist, rule):
+    class Lost(testing.HistLM):
+        def forward(self, params, tokens, positions, kv, words, taps=()):
+            logits, taps, kv = super().forward(params, tokens, positions, kv, words, taps)
+            return jnp.full_like(logits, jnp.nan), taps, kv
+
+    results = Decoder(hist, DraftModel(Lost(), 3), rule, **LEN).generate(PROMPTS, MIXED)
+    assert {result.finish_reason for result in results} == {"length"}
+    # The law of a greedy row is its argmax, whatever the logits are.
+    assert [result.stats.drafted > 0 for result in results] == [True, False, False, False]
+
+
+@pytest.mark.parametrize("value", [np.inf, -np.inf])
+def test_logits_without_a_law_are_an_error(value):
+    class Sick(testing.HistLM):
+        def forward(self, params, tokens, positions, kv, words, taps=()):
+            logits, taps, kv = super().forward(params, tokens, positions, kv, words, taps)
+            return jnp.full_like(logits, value), taps, kv
+
+    (result,) = Decoder(Sick(), **LEN).generate([[1, 2]], SamplingParams(seed=1))
+    assert result.finish_reason == "error" and result.tokens == []
 
 
 # --- text and streams ---------------------------------------------------------------------------------------------
@@ -421,6 +447,8 @@ def test_decoders_with_equal_parts_share_programs(hist):
         ([[1], [2]], [SamplingParams()], "2 prompts and 1 SamplingParams"),
         ([[1]], SamplingParams(stop_token_ids=(99,)), "stop token id 99"),
         ([[1]], SamplingParams(stop=("x",)), "need a target with a tokenizer"),
+        ([1, 2, 3], None, "must be a list"),
+        ([[1.5]], None, "must be text or whole numbers"),
     ],
 )
 def test_bad_requests_are_refused_before_anything_runs(plain, monkeypatch, prompts, params, message):
@@ -429,7 +457,16 @@ def test_bad_requests_are_refused_before_anything_runs(plain, monkeypatch, promp
         plain.generate(prompts, params)
 
 
+def test_bad_streams_are_refused_at_the_call():
+    decoder = Decoder(text_script(b"> text"), max_len=16)
+    with pytest.raises(ContractError, match="stop token id 999"):
+        decoder.stream("> ", SamplingParams(stop_token_ids=(999,)))
+
+
 def test_bad_decoders_are_refused(hist):
+    for parts in ({"proposer": verify.Match()}, {"rule": PromptLookup()}):
+        with pytest.raises((ContractError, TypeError), match="is not a|proposer|rule"):
+            Decoder(hist, **parts)
     with pytest.raises(ContractError, match="max_len must hold"):
         Decoder(hist, max_len=1)
     with pytest.raises(ContractError, match="prefill_chunk"):

@@ -98,6 +98,20 @@ def test_inverse_cdf(V):
     assert (upto[got] >= u - 1e-6).all() and (upto[got] - weights[got] / weights.sum() <= u + 1e-6).all()
 
 
+def test_no_token_of_weight_zero_is_drawn_at_the_borders_of_blocks():
+    """Compiled, with uniforms on the grid of float32 next to where one block of the sum ends and another begins."""
+    rng, V = np.random.default_rng(0), 512
+    weights = rng.gamma(0.3, size=(64, V)).astype(np.float32) * (rng.random((64, V)) < 0.1)
+    weights[:, [3, 300]] = 1.0
+    weights[:, 256:300] = 0.0  # the second block begins with tokens that must never be drawn
+    border = weights[:, :256].sum(1, dtype=np.float64) / weights.sum(1, dtype=np.float64)
+    u = (np.round(border * 2**23)[:, None] + np.arange(-8, 9)) * 2.0**-23
+    rows = jnp.asarray(np.broadcast_to(weights[:, None], (64, 17, V)))
+    drawn = np.asarray(jax.jit(sampling.inverse_cdf)(rows, jnp.asarray(u, jnp.float32)))
+    assert (np.take_along_axis(weights, drawn, axis=1) > 0).all()
+    assert {0, 1} == set((drawn // 256).ravel().tolist())
+
+
 def test_a_uniform_of_zero_takes_the_first_possible_token():
     weights = jnp.array([0.0, 0.0, 0.3, 0.7])[None, None]
     assert int(sampling.inverse_cdf(weights, jnp.zeros((1, 1)))[0, 0]) == 2
@@ -125,6 +139,9 @@ def test_noise_depends_on_request_purpose_position_and_lane_only():
         ({"temperature": -0.1}, "temperature"),
         ({"temperature": float("nan")}, "temperature"),
         ({"temperature": float("inf")}, "temperature"),
+        ({"temperature": 1e39}, "temperature"),
+        ({"temperature": 1e-46}, "temperature"),
+        ({"stop": ("\ud800",)}, "not valid Unicode"),
         ({"top_k": -1}, "top_k"),
         ({"top_p": 0.0}, r"top_p must be in \(0, 1\]"),
         ({"top_p": 1.01}, "top_p"),

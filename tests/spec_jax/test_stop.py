@@ -8,7 +8,7 @@ import pytest
 from spec_jax import SamplingParams, stop
 from spec_jax.contract import ContractError
 from spec_jax.stop import LENGTH, RUNNING, STOP, StopRows
-from tests.toys import ByteTokenizer
+from tests.toys import BYTES, ByteTokenizer
 
 _cut = jax.jit(stop.cut)
 
@@ -107,5 +107,9 @@ def test_held_back_is_the_longest_possible_beginning():
 def test_bad_stops_are_refused():
     with pytest.raises(ContractError, match="stop token id 64 is outside the vocabulary 0..63"):
         StopRows.create([SamplingParams(stop_token_ids=(64,))], Model())
+    special = Model([*BYTES, b""])
+    special.tokenizer.encode = lambda text: [256]
+    with pytest.raises(ContractError, match=r"special token, which has no text; use stop_token_ids=\[256\]"):
+        StopRows.create([SamplingParams(stop=("<|end|>",))], special)
     with pytest.raises(ContractError, match="need a target with a tokenizer"):
         StopRows.create([SamplingParams(stop=("x",))], Model())

@@ -19,7 +19,6 @@ def test_scattered_tree():
     assert not tree.is_chain
     np.testing.assert_array_equal(tree.depth_N, [0, 1, 1, 2, 2, 2])
     np.testing.assert_array_equal(tree.path_NxP[5], [0, 2, 5])
-    np.testing.assert_array_equal(tree.is_leaf_N, [False, False, False, True, True, True])
     assert Tree.from_paths([[0], [1], [0, 0], [0, 1], [1, 0]]) == tree
 
 

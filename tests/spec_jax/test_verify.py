@@ -185,6 +185,27 @@ def test_enumeration_catches(rule):
     assert testing.total_variation(emitted, testing.plain_law(p, 4)) > 1e-3
 
 
+def filtered(logits, **options):
+    """`sampling.law` of one row of logits."""
+    rows = SamplingRows.create([SamplingParams(**options)], [0])
+    return np.asarray(sampling.law(jnp.asarray(logits, jnp.float32)[None, None], rows))[0, 0].astype(np.float64)
+
+
+def test_filters_stand_on_both_sides():
+    """p=(.5,.3,.15,.05), top-p .8, q uniform: acceptance .5, or .875 with q filtered too; the law is p' in both."""
+    p = filtered(np.log([0.5, 0.3, 0.15, 0.05]), top_p=0.8)
+    half = np.array([0.5, 0.5, 0.0, 0.0])
+    for rule in EXACT_RULES:
+        for q, acceptance in ((np.full(4, 0.25), 0.5), (half, 0.875)):
+            emitted, expected = testing.cycle_law(rule, lambda _: p, lambda _, q=q: q, 1)
+            assert expected == pytest.approx(acceptance, abs=1e-5)
+            assert testing.total_variation(emitted, testing.plain_law(lambda _: p, 2)) < EXACT
+    # The planted bug: coins and residual by the unfiltered p.
+    raw = np.array([0.5, 0.3, 0.15, 0.05])
+    emitted, _ = testing.cycle_law(verify.Rejection(), lambda _: raw, lambda _: half, 1)
+    assert testing.total_variation(emitted, testing.plain_law(lambda _: p, 2)) > 0.1
+
+
 def test_enumeration_catches_an_argmax_draft_scored_with_a_soft_q():
     """p=(.4,.35,.05,.2), q=(.1,.1,.6,.2): judged by the soft q the law is (.5,.4167,.0833,0), as a point mass p."""
     p, q = (np.array(v) for v in ((0.4, 0.35, 0.05, 0.2), (0.1, 0.1, 0.6, 0.2)))
