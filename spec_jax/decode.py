@@ -199,7 +199,7 @@ class Decoder:
             budget_B=jnp.asarray(budget_B),
             status_B=jnp.asarray(np.where(budget_B > 0, stop.RUNNING, stop.LENGTH), jnp.int32),
             rows=SamplingRows.create(request.params, request.seeds),
-            stop=request.stop,
+            stop=jax.tree.map(jnp.copy, request.stop),  # the state is donated, a request may be started again
             proposer=self.plan.proposer.init(batch, capacity),
             kv=self.target.init_kv(batch, capacity),
             counters=Counters.create(batch, self.plan.proposer.tree.max_depth + 1),

@@ -8,8 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from spec_jax import ContractError, Decoder, Promise, SamplingParams, decode, sampling, testing, verify
-from spec_jax.propose import DraftModel, PromptLookup, Synthetic
+from spec_jax import ContractError, Decoder, Law, Promise, SamplingParams, Tree, decode, sampling, testing, verify
+from spec_jax.propose import Context, DraftModel, PromptLookup, Proposal, Stateless, Synthetic
+from spec_jax.sampling import SamplingRows
 from tests.toys import run_cycles, step, text_script
 
 PROMPTS = [[1, 2, 3, 1, 2], [4], [5, 6, 7, 8, 9, 1, 2, 3, 4], [0, 0, 0]]
@@ -94,9 +95,9 @@ def markov(seed, support="full"):
     return np.stack([law((token,)) for token in range(V)])
 
 
-def counts_of(decoder, rows, calls, tokens=TOKENS):
+def counts_of(decoder, rows, calls, tokens=TOKENS, **options):
     """Joint counts of the first tokens after prompt [0], over seeds that never repeat."""
-    params = SamplingParams(seed=0, max_new_tokens=tokens, temperature=1.0)
+    params = SamplingParams(seed=0, max_new_tokens=tokens, **options)
     request = decoder.request([[0]] * rows, params)
     counts = {}
     for call in range(calls):
@@ -130,6 +131,21 @@ def test_chi_square_over_consecutive_cycles(rule, supports):
 @pytest.mark.parametrize("rule", [verify.Rejection(), verify.Block()], ids=lambda rule: rule.name)
 def test_chi_square_of_an_argmax_draft(rule):
     assert p_value(markov(1), markov(2), rule, greedy=True) > 1e-4
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rule", [verify.Match(), verify.Rejection(), verify.Block()], ids=lambda rule: rule.name)
+def test_chi_square_with_filters(rule):
+    """Temperature and top-p stand on both sides: the law is that of plain filtered sampling."""
+    options = {"temperature": 0.8, "top_p": 0.9}
+    p = markov(1)
+    rows = SamplingRows.create([SamplingParams(**options)], [0])
+    kept = np.asarray(sampling.law(jnp.asarray(np.log(p), jnp.float32)[None], rows))[0].astype(np.float64)
+    assert (kept == 0).any() and abs(kept - p).max() > 0.05
+    draft = testing.MarkovLM(markov(2))
+    decoder = Decoder(testing.MarkovLM(p), DraftModel(draft, 3), rule, max_len=8, prefill_chunk=1)
+    law = testing.plain_law(lambda prefix: kept[(0, *prefix)[-1]], TOKENS)
+    assert testing.chi_square_p(counts_of(decoder, 50_000, 4, **options), law) > 1e-4
 
 
 def planted(monkeypatch, remap):
@@ -479,24 +495,21 @@ def test_bad_decoders_are_refused(hist):
         Decoder(hist, **LEN).stream([1])
 
 
+class Branches(Stateless):
+    """Guesses tokens at random; siblings differ."""
+
+    tree = Tree.from_paths([[0], [1], [2], [0, 0], [0, 1], [1, 0], [2, 0], [2, 0, 0]])
+    law = Law.POINT_MASS
+
+    def propose(self, params, state, context: Context):
+        start = context.root_B * 3 + context.num_tokens_B
+        tokens = (start[:, None] + jnp.arange(self.tree.size)[None, :] * 2) % 5
+        tokens = tokens.at[:, 0].set(context.root_B)
+        return Proposal(tokens, jnp.ones_like(tokens, bool), None, self.tree, self.law), state
+
+
 def test_trees_commit_scattered_paths():
     """A static tree of lookups: the same tokens as plain decoding, over many cycles and ragged rows."""
-    from spec_jax.contract import Law
-    from spec_jax.propose import Context, Proposal, Stateless
-    from spec_jax.tree import Tree
-
-    class Branches(Stateless):
-        """Guesses tokens at random; siblings differ."""
-
-        tree = Tree.from_paths([[0], [1], [2], [0, 0], [0, 1], [1, 0], [2, 0], [2, 0, 0]])
-        law = Law.POINT_MASS
-
-        def propose(self, params, state, context: Context):
-            start = context.root_B * 3 + context.num_tokens_B
-            tokens = (start[:, None] + jnp.arange(self.tree.size)[None, :] * 2) % 5
-            tokens = tokens.at[:, 0].set(context.root_B)
-            return Proposal(tokens, jnp.ones_like(tokens, bool), None, self.tree, self.law), state
-
     for make in (lambda: testing.HistLM(vocab_size=5), lambda: testing.TinyTransformer(vocab_size=5)):
         target = make()
         plain = Decoder(target, **LEN)
@@ -505,3 +518,15 @@ def test_trees_commit_scattered_paths():
         testing.assert_same_tokens(decoder, plain, prompts, MIXED)
         stats = decoder.generate(prompts, MIXED).stats
         assert stats.accepted > 5 and len(list(itertools.chain(stats.accepted_histogram))) == 4
+
+
+def test_same_seed_equality_catches_a_sample_for_every_node_of_a_tree(monkeypatch):
+    """One draw a path instead of one a position: the deepest match picks the luckier of two draws."""
+    plain = Decoder(testing.HistLM(vocab_size=5), **LEN)
+    prompts, params = [[1, 2], [3]], SamplingParams(temperature=1.0, seed=3, max_new_tokens=20)
+    expected = [result.tokens for result in plain.generate(prompts, params)]
+    planted(
+        monkeypatch, lambda purpose, position, lane: (purpose, position, jnp.arange(position.shape[1])[None, :] + lane)
+    )
+    decoder = Decoder(testing.HistLM(vocab_size=5), Branches(), **LEN)
+    assert [result.tokens for result in decoder.generate(prompts, params)] != expected
