@@ -193,7 +193,7 @@ class Decoder:
         for row, prompt in zip(tokens_BxS, request.prompts, strict=True):
             row[: len(prompt)] = prompt
         budget_B = np.asarray(request.budgets, np.int32)
-        state = DecodeState(
+        return DecodeState(
             tokens_BxS=jnp.asarray(tokens_BxS),
             num_tokens_B=jnp.asarray(np.asarray([len(p) for p in request.prompts], np.int32)),
             budget_B=jnp.asarray(budget_B),
@@ -204,7 +204,6 @@ class Decoder:
             kv=self.target.init_kv(batch, capacity),
             counters=Counters.create(batch, self.plan.proposer.tree.max_depth + 1),
         )
-        return state
 
     def request(
         self, prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None
