@@ -1,5 +1,6 @@
 """Strict numerics for every test, and compiled programs kept between runs."""
 
+import gc
 import pathlib
 
 import jax
@@ -23,3 +24,11 @@ def smollm2():
 def _quick_compilation(request):
     """Toys run for milliseconds and compile for seconds; only long tests need optimised programs."""
     jax.config.update("jax_disable_most_optimizations", "slow" not in request.keywords)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _programs_do_not_pile_up():
+    """Compiled programs hold memory maps, of which a process may have some 65,000; beyond that XLA crashes."""
+    yield
+    jax.clear_caches()
+    gc.collect()
