@@ -4,13 +4,18 @@ import pathlib
 
 from setuptools import setup
 
+TRAIN = ["optax>=0.2.4", "orbax-checkpoint>=0.11.25"]
+
 EXTRAS = {
     "hub": ["huggingface-hub>=0.30"],
+    "train": TRAIN,
     "peer": ["torch>=2.6", "transformers>=4.51"],
     "test": [
+        *TRAIN,
         "beartype>=0.20",
         "hypothesis>=6.100",
         "pytest>=8.2",
+        "pytest-xdist>=3.6",
         "ruff>=0.9",
         "scipy>=1.13",
     ],

@@ -45,7 +45,6 @@ def define_flags() -> None:
     flags.DEFINE_string("proposer", "prompt_lookup", f"who drafts. {registry.describe()}")
     flags.DEFINE_string("rule", "match", "which rule commits, see --proposer")
     flags.DEFINE_string("draft", None, "the draft model of proposer draft_model: anything that --target takes")
-    flags.DEFINE_integer("length", None, "drafted tokens per cycle, instead of the proposer's default")
     flags.DEFINE_multi_string("prompt", [], "a prompt; give it several times for several texts")
     flags.DEFINE_string("prompt_file", None, "a text file that is one prompt")
     flags.DEFINE_bool("chat", False, "put the prompt into the model's chat format: what happens unless --raw is given")
@@ -77,7 +76,7 @@ def config_from_flags() -> Config:
     return Config(
         target=values.target,
         dtype=values.dtype,
-        proposer=registry.parse_proposer(values.proposer, model=values.draft, length=values.length),
+        proposer=registry.parse_proposer(values.proposer, model=values.draft),
         rule=registry.parse_rule(values.rule),
         prompts=tuple(prompts),
         raw=values.raw,

@@ -5,13 +5,15 @@ constructor's own parameters, with its defaults and checks, so a new proposer ne
 """
 
 import dataclasses
+import enum
 import inspect
 import typing
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
-from spec_jax import propose, verify
+from spec_jax import propose, shapes, verify
 from spec_jax.target import Target
+from spec_jax.tree import Tree
 
 PROPOSERS: Mapping[str, type] = {
     "plain": propose.Plain,
@@ -51,7 +53,8 @@ class Spec:
     def label(self) -> str:
         """For tables: the options that were chosen, without the defaults."""
         defaults = {p.name: p.default for p in _parameters(self.make)}
-        return _join(self.name, [(key, value) for key, value in self.options if value != defaults[key]])
+        chosen = [(key, value) for key, value in self.options if value not in (defaults[key], str(defaults[key]))]
+        return _join(self.name, chosen)
 
     @property
     def needs_references(self) -> bool:
@@ -76,6 +79,8 @@ class Spec:
                 if load is None:
                     raise ValueError(f"{self.kind} {self.name!r} needs a model to be loaded")
                 values[parameter.name] = load(values[parameter.name])
+            elif _is_tree(parameter.annotation):
+                values[parameter.name] = shapes.parse(values[parameter.name])
         if self.needs_references:
             if references is None:
                 raise ValueError(
@@ -114,6 +119,10 @@ def _parameters(make: type) -> list[inspect.Parameter]:
     return [p for p in inspect.signature(make).parameters.values() if p.name != _SUPPLIED]
 
 
+def _is_tree(annotation: Any) -> bool:
+    return Tree in typing.get_args(annotation)
+
+
 def _option_help(parameter: inspect.Parameter) -> str:
     if parameter.annotation is Target:
         return f"{parameter.name}=PATH"
@@ -150,7 +159,7 @@ def _parse(kind: Literal["proposer", "rule"], text: str, extra: Mapping[str, Any
         if key in given:
             values.append((key, _convert(given[key], parameter.annotation, f"{kind} {name!r}: {key}")))
         elif parameter.default is not inspect.Parameter.empty:
-            values.append((key, parameter.default))
+            values.append((key, str(parameter.default) if _is_tree(parameter.annotation) else parameter.default))
         else:
             raise ValueError(f"{kind} {name!r} needs {_option_help(parameter)}")
     spec = Spec(kind, name, tuple(values))
@@ -168,8 +177,15 @@ def _convert(value: Any, annotation: Any, name: str) -> Any:
         if value not in choices:
             raise ValueError(f"{name} must be one of {', '.join(choices)}, got {value!r}")
         return value
-    if annotation == Sequence[float]:
-        return tuple(_convert(part, float, name) for part in value.split("/"))
+    if annotation in (Sequence[float], Sequence[int]):
+        return tuple(_convert(part, *typing.get_args(annotation), name) for part in value.split("/"))
+    if isinstance(annotation, type) and issubclass(annotation, enum.Enum):
+        if value not in list(annotation):
+            raise ValueError(f"{name} must be one of {', '.join(annotation)}, got {value!r}")
+        return annotation(value)
+    if _is_tree(annotation):
+        shapes.parse(value)  # Its errors; the text is what reports show.
+        return value
     if annotation is bool:
         if value.lower() not in ("true", "false"):
             raise ValueError(f"{name} must be true or false, got {value!r}")

@@ -1,10 +1,12 @@
 """Attention of a few new positions over a contiguous, partly filled KV buffer.
 
-One contract serves prefill, verification of a chain or tree, and drafting. Row `b` of the buffer holds
-`length[b]` committed positions, followed by the N positions being processed now. New position `n` sees
+One contract serves prefill, verification of a chain or tree, and drafting level by level. Row `b` of the buffer holds
+`length[b]` committed positions, then the *tail*: `tail` positions that were scored before and are not committed,
+followed by the N positions being processed now. New position `n` sees
 
 * every committed position `s < length[b]`, and
-* of the N new ones those named by its ancestor bits (itself included), or, without bits, new positions `0..n`.
+* of the tail the positions named by its ancestor bits (bit 0 is the first position behind the committed ones), or,
+  without bits, all up to itself.
 
 No value stored anywhere else can reach the output: uncommitted rows may hold NaN.
 """
@@ -19,30 +21,30 @@ from jaxtyping import Array, Bool, Float, Int, UInt32
 MASKED = -0.7 * float(jnp.finfo(jnp.float32).max)
 
 
-def expand_ancestor_words(words_BxNxW: UInt32[Array, "B N W"]) -> Bool[Array, "B N N"]:
-    """Ancestor bits as booleans: `[b, n, m]` is true where new position m is n itself or an ancestor of n."""
-    num_nodes = words_BxNxW.shape[1]
-    node_N = jnp.arange(num_nodes)
-    word_BxNxN = words_BxNxW[:, :, node_N // 32]
-    shift_1x1xN = (node_N % 32).astype(jnp.uint32)[None, None, :]
-    return (word_BxNxN >> shift_1x1xN) & jnp.uint32(1) == jnp.uint32(1)
+def expand_ancestor_words(words_BxNxW: UInt32[Array, "B N W"]) -> Bool[Array, "B N M"]:
+    """Ancestor bits as booleans, M = 32 W: `[b, n, m]` is true where bit m of new position n is set."""
+    bit_M = jnp.arange(32 * words_BxNxW.shape[2])
+    shift_1x1xM = (bit_M % 32).astype(jnp.uint32)[None, None, :]
+    return (words_BxNxW[:, :, bit_M // 32] >> shift_1x1xM) & jnp.uint32(1) == jnp.uint32(1)
 
 
 def visible(
     length_B: Int[Array, "B"],
-    num_nodes: int,
+    num_new: int,
     capacity: int,
     words_BxNxW: UInt32[Array, "B N W"] | None,
+    tail: Int[Array, ""] | int = 0,
 ) -> Bool[Array, "B N S"]:
-    """The one mask rule: which of `capacity` buffer rows each of `num_nodes` new positions sees."""
+    """The one mask rule: which of `capacity` buffer rows each of `num_new` new positions sees."""
     tail_BxS = jnp.arange(capacity)[None, :] - length_B[:, None]
-    node_BxS = jnp.clip(tail_BxS, 0, num_nodes - 1)
     if words_BxNxW is None:
-        new_BxNxS = node_BxS[:, None, :] <= jnp.arange(num_nodes)[None, :, None]
+        seen_BxNxS = tail_BxS[:, None, :] <= tail + jnp.arange(num_new)[None, :, None]
     else:
-        new_BxNxS = jnp.take_along_axis(expand_ancestor_words(words_BxNxW), node_BxS[:, None, :], axis=2)
-    in_tail_BxS = (tail_BxS >= 0) & (tail_BxS < num_nodes)
-    return (tail_BxS < 0)[:, None, :] | (in_tail_BxS[:, None, :] & new_BxNxS)
+        bits_BxNxM = expand_ancestor_words(words_BxNxW)
+        bit_BxS = jnp.clip(tail_BxS, 0, bits_BxNxM.shape[2] - 1)
+        seen_BxNxS = jnp.take_along_axis(bits_BxNxM, bit_BxS[:, None, :], axis=2)
+    in_tail_BxS = (tail_BxS >= 0) & (tail_BxS < tail + num_new)
+    return (tail_BxS < 0)[:, None, :] | (in_tail_BxS[:, None, :] & seen_BxNxS)
 
 
 def tree_attention_reference(
@@ -52,15 +54,17 @@ def tree_attention_reference(
     length_B: Int[Array, "B"],
     words_BxNxW: UInt32[Array, "B N W"] | None = None,
     scale: float | None = None,
+    tail: Int[Array, ""] | int = 0,
 ) -> Float[Array, "B N H D"]:
     """Plain-JAX reference of the contract above, with grouped queries (H a multiple of K).
 
     Args:
       q_BxNxHxD: queries of the N new positions.
-      k_BxKxSxD, v_BxKxSxD: the buffer, the N new rows already written at `length..length+N`.
+      k_BxKxSxD, v_BxKxSxD: the buffer, the N new rows already written at `length + tail` and on.
       length_B: committed positions of each row.
-      words_BxNxW: ancestor bits (bit m of node n: n sees m), or None for a chain.
+      words_BxNxW: ancestor bits over the tail (bit m of node n: n sees m), or None for a chain.
       scale: factor on the scores; 1/sqrt(D) by default.
+      tail: positions behind the committed ones that were written before.
 
     Returns:
       Attention output in the dtype of the queries; scores, softmax and sums are float32.
@@ -72,13 +76,13 @@ def tree_attention_reference(
     q_BxKxMxD = q_BxNxHxD.reshape(B, N, K, G, D).transpose(0, 2, 3, 1, 4).reshape(B, K, G * N, D)
     # A weight of zero does not hide a NaN: rows that nobody sees must not be multiplied at all. (The scores are masked
     # anyway; keys are treated alike because XLA:CPU then reads the buffer in place instead of copying it every time.)
-    written_Bx1xSx1 = (jnp.arange(S)[None, :] < length_B[:, None] + N)[:, None, :, None]
+    written_Bx1xSx1 = (jnp.arange(S)[None, :] < length_B[:, None] + tail + N)[:, None, :, None]
     k_BxKxSxD, v_BxKxSxD = (
         jnp.where(written_Bx1xSx1, rows, jnp.zeros((), rows.dtype)) for rows in (k_BxKxSxD, v_BxKxSxD)
     )
     scores_BxKxMxS = jnp.einsum("bkmd,bksd->bkms", q_BxKxMxD, k_BxKxSxD, preferred_element_type=jnp.float32)
     scores_BxKxGxNxS = scores_BxKxMxS.reshape(B, K, G, N, S) * scale
-    visible_BxNxS = visible(length_B, N, S, words_BxNxW)
+    visible_BxNxS = visible(length_B, N, S, words_BxNxW, tail)
     scores_BxKxGxNxS = jnp.where(visible_BxNxS[:, None, None], scores_BxKxGxNxS, MASKED)
     weights_BxKxGxNxS = jax.nn.softmax(scores_BxKxGxNxS, axis=-1)
     out_BxKxMxD = jnp.einsum(

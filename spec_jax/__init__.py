@@ -10,19 +10,22 @@ Who proposes, chain or tree, and which rule commits are three independent choice
     results = decoder.generate(["Once upon a time"], sj.SamplingParams(temperature=0.0))
 """
 
-from spec_jax import metrics, propose, sampling, stop, testing, verify
+from spec_jax import growth, metrics, propose, sampling, shapes, stop, testing, verify
 from spec_jax.contract import Contract, ContractError, Law, Promise
 from spec_jax.decode import Decoder, Result, Results
+from spec_jax.growth import Beam
 from spec_jax.kv import KVBuffer
 from spec_jax.metrics import Stats
 from spec_jax.sampling import SamplingParams
 from spec_jax.target import Target
-from spec_jax.tree import Tree
+from spec_jax.tree import DynamicTree, Tree
 
 __all__ = [
+    "Beam",
     "Contract",
     "ContractError",
     "Decoder",
+    "DynamicTree",
     "KVBuffer",
     "Law",
     "Promise",
@@ -32,9 +35,11 @@ __all__ = [
     "Stats",
     "Target",
     "Tree",
+    "growth",
     "metrics",
     "propose",
     "sampling",
+    "shapes",
     "stop",
     "testing",
     "verify",

@@ -23,12 +23,12 @@ def attend(
       q_BxNxHxD: queries of the new positions, rotary embedding applied.
       kv: the buffer; the new positions' keys and values are already written by `kv.write(layer, ...)`.
       layer: which layer's rows to read.
-      words_BxNxW: ancestor bits of a tree, or None for a chain (new position n sees 0..n).
+      words_BxNxW: ancestor bits over the rows behind the committed ones, or None for a chain (each sees all before it).
       scale: factor on the scores, 1/sqrt(D) by default.
 
     Returns:
       [B, N, H, D] in the dtype of the queries.
     """
     return tree_attention.tree_attention_reference(
-        q_BxNxHxD, kv.keys[layer], kv.values[layer], kv.length_B, words_BxNxW, scale
+        q_BxNxHxD, kv.keys[layer], kv.values[layer], kv.length_B, words_BxNxW, scale, kv.tail
     )

@@ -28,7 +28,21 @@ class Law(enum.StrEnum):
     IID = "iid"
     """Each node drawn from the recorded law of its parent, independently of its siblings."""
     WITHOUT_REPLACEMENT = "without_replacement"
-    """Siblings drawn one after the other without replacement from the recorded law, kept in draw order."""
+    """Siblings drawn one after the other without replacement from the recorded law, kept in draw order. Those beyond
+    the support of that law were chosen in any way that does not look at the verifier's noise."""
+    TOP_AND_SAMPLE = "top_and_sample"
+    """Of k siblings the first was drawn from the recorded law, which leaves out the k - 1 others: the draft's most
+    likely tokens (the greedy draft)."""
+
+
+class Shapes(enum.StrEnum):
+    """Which trees a rule can judge."""
+
+    CHAIN = "chain"
+    STATIC = "static"
+    """Any `Tree`: the parents are known when the decoder is built."""
+    ANY = "any"
+    """Dynamic trees too."""
 
 
 def check_pair(proposer, rule) -> None:
@@ -43,11 +57,55 @@ def check_pair(proposer, rule) -> None:
             f"(from {type(proposer).__name__}); it accepts {sorted(law.value for law in rule.laws)}. "
             "Rule 'match' is exact for every law."
         )
-    if rule.chain_only and not proposer.tree.is_chain:
+    tree = proposer.tree
+    if rule.shapes == Shapes.CHAIN and not tree.is_chain:
         raise ContractError(
-            f"rule {rule.name!r} judges chains, and {type(proposer).__name__} proposes a tree with parents "
-            f"{proposer.tree.parents}; use rule 'match' or a chain"
+            f"rule {rule.name!r} judges chains, and {type(proposer).__name__} proposes {tree}; use a chain, or one of "
+            "the rules for trees: 'match', 'recursive', 'traversal'"
         )
+    if rule.shapes == Shapes.STATIC and not hasattr(tree, "parents"):
+        raise ContractError(
+            f"rule {rule.name!r} judges static trees, and {type(proposer).__name__} grows its tree from the draft's "
+            f"scores ({tree}); rule 'match' accepts as much of it and is exact"
+        )
+
+
+def check_tree(tree, vocab_size: int, max_len: int) -> None:
+    """Refuses a tree that this target and buffer can never use.
+
+    Raises:
+      ContractError: a node has more children than there are tokens, or a path is longer than a text may be.
+    """
+    if tree.max_children > vocab_size:
+        raise ContractError(
+            f"a node of the tree has {tree.max_children} children and the vocabulary has {vocab_size} tokens: give "
+            "each node at most as many children as there are tokens"
+        )
+    if tree.max_depth >= max_len:
+        raise ContractError(
+            f"the tree is {tree.max_depth} tokens deep and a text has at most max_len={max_len}, prompt included: it "
+            "can never be accepted whole; use a shallower tree or a larger max_len"
+        )
+
+
+def check_proposal(proposal, proposer) -> None:
+    """Refuses a proposal that is not what its proposer declared, on which the choice of the rule was based.
+
+    Raises:
+      ContractError: law or tree differ.
+    """
+    if (proposal.law, proposal.tree) != (proposer.law, proposer.tree):
+        raise ContractError(
+            f"{type(proposer).__name__} declares law {str(proposer.law)!r} and {proposer.tree}, and proposed law "
+            f"{str(proposal.law)!r} and {proposal.tree}; a sampled tree that was pruned or sorted by value is no "
+            "longer a sample: declare law 'point_mass'"
+        )
+    if (proposal.parents_BxN is None) != hasattr(proposal.tree, "parents"):
+        raise ContractError(
+            f"{type(proposer).__name__} must give parents_BxN with a dynamic tree and only then, got {proposal.tree}"
+        )
+    if (proposal.draft_probs_BxNxV is None) != (proposal.law == Law.POINT_MASS):
+        raise ContractError(f"{type(proposer).__name__} must give draft_probs with every law but 'point_mass'")
 
 
 def check_draft(target, draft) -> None:

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from spec_jax import contract
 from spec_jax import stop as stop_lib
 from spec_jax.kv import KVBuffer
 from spec_jax.metrics import Counters
@@ -106,19 +107,21 @@ def propose(plan: Plan, params: Params, state: DecodeState, speculate: bool = Tr
     """The proposal of this cycle and the proposer's next state."""
     if not speculate:
         return root_only(state.context), state.proposer
-    return plan.proposer.propose(params.proposer, state.proposer, state.context)
+    proposal, proposer = plan.proposer.propose(params.proposer, state.proposer, state.context)
+    contract.check_proposal(proposal, plan.proposer)
+    return proposal, proposer
 
 
 def score(
     plan: Plan, params: Params, state: DecodeState, proposal: Proposal
 ) -> tuple[Float[Array, "B N V"], tuple, KVBuffer]:
     """The target's logits at every node of the proposal, in one pass; the KV of the nodes is scratch."""
-    tree = proposal.tree
-    positions_BxN = state.context.root_position_B[:, None] + jnp.asarray(tree.depth_N)[None, :]
+    topology, shape = proposal.topology, proposal.tokens_BxN.shape
+    positions_BxN = state.context.root_position_B[:, None] + topology.depth_BxN
     words_BxNxW = None
-    if not tree.is_chain:
-        words_NxW = jnp.asarray(tree.ancestor_words_NxW)
-        words_BxNxW = jnp.broadcast_to(words_NxW[None], (len(state.num_tokens_B), *words_NxW.shape))
+    if not proposal.tree.is_chain:
+        words_BxNxW = topology.words_BxNxW
+        words_BxNxW = jnp.broadcast_to(words_BxNxW, (*shape, words_BxNxW.shape[-1]))
     return plan.target.forward(
         params.target, proposal.tokens_BxN, positions_BxN, state.kv, words_BxNxW, taps=plan.proposer.taps
     )
@@ -177,13 +180,8 @@ def reconcile(
     proposer = plan.proposer.observe(params.proposer, state.proposer, state.context, committed)
 
     accepted_B = acceptance.num_accepted_B
-    last_node_B = jnp.take_along_axis(path_BxP, accepted_B[:, None], axis=1)[:, 0]
-    has_child_BxN = jnp.any(
-        proposal.valid_BxN[:, None, 1:]
-        & (jnp.asarray(tree.parents[1:], jnp.int32)[None, None, :] == jnp.arange(tree.size)[None, :, None]),
-        axis=-1,
-    )
-    at_leaf_B = ~jnp.take_along_axis(has_child_BxN, last_node_B[:, None], axis=1)[:, 0]
+    last_node_Bx1 = jnp.take_along_axis(path_BxP, accepted_B[:, None], axis=1)
+    at_leaf_B = ~jnp.any(proposal.valid_BxN & (proposal.topology.parents_BxN == last_node_Bx1), axis=1)
     return DecodeState(
         tokens_BxS=tokens_BxS,
         num_tokens_B=state.num_tokens_B + emitted_B,

@@ -114,6 +114,7 @@ class Decoder:
             if isinstance(part, type) or not isinstance(part, protocol):
                 raise ContractError(f"{part!r} is not a {protocol.__name__} object (a class must be called first)")
         contract.check_pair(proposer, rule)
+        contract.check_tree(proposer.tree, target.vocab_size, max_len)
         proposer.check(target, max_len)
         self.max_len = max_len
         self.plan = Plan(target, proposer, rule, prefill_chunk)

@@ -12,18 +12,26 @@ out-of-range indices, a form that XLA keeps in place inside a loop on TPU, and i
 import dataclasses
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int, UInt32
 
+from kernels_pallas.tree_attention import visible
 from spec_jax.pytree import pytree
 
 
 @pytree
 class KVBuffer:
-    """Keys and values of every layer, and how many positions of each row are committed."""
+    """Keys and values of every layer, and how many positions of each row are committed.
+
+    Attributes:
+      length_B: committed positions.
+      tail: positions behind them that earlier passes of the same cycle wrote and the next one may see (a draft model
+        scores a tree level by level); 0 between cycles.
+    """
 
     keys: tuple[Float[Array, "B K S D"], ...]
     values: tuple[Float[Array, "B K S D"], ...]
     length_B: Int[Array, "B"]
+    tail: Int[Array, ""]
 
     @classmethod
     def create(
@@ -35,6 +43,7 @@ class KVBuffer:
             keys=tuple(jnp.zeros(shape, dtype) for _ in range(num_layers)),
             values=tuple(jnp.zeros(shape, dtype) for _ in range(num_layers)),
             length_B=jnp.zeros((batch,), jnp.int32),
+            tail=jnp.int32(0),
         )
 
     @property
@@ -43,15 +52,28 @@ class KVBuffer:
 
     def with_length(self, length_B: Int[Array, "B"]) -> "KVBuffer":
         """The same rows with another committed length (shorter: a rollback; longer: scratch becomes committed)."""
-        return dataclasses.replace(self, length_B=length_B)
+        return dataclasses.replace(self, length_B=length_B, tail=jnp.zeros_like(self.tail))
+
+    def with_tail(self, tail: Int[Array, ""] | int) -> "KVBuffer":
+        """The same rows, of whose scratch the first `tail` positions hold nodes of this cycle."""
+        return dataclasses.replace(self, tail=jnp.asarray(tail, jnp.int32))
+
+    def visible(self, num_new: int, words_BxNxW: UInt32[Array, "B N W"] | None) -> Bool[Array, "B N S"]:
+        """Which rows each new position sees."""
+        return visible(self.length_B, num_new, self.capacity, words_BxNxW, self.tail)
 
     def write(self, layer: int, k_BxNxKxD: Float[Array, "B N K D"], v_BxNxKxD: Float[Array, "B N K D"]) -> "KVBuffer":
-        """Writes N positions of one layer into the scratch at `length..length+N`.
+        """Writes N positions of one layer into the scratch, at `length + tail` and on.
 
         A position past the capacity is dropped and never lands elsewhere; the decoder reserves the space so that
         this does not happen to a live row.
+
+        Raises:
+          ValueError: more positions than the whole buffer has.
         """
-        position_BxN = self.length_B[:, None] + jnp.arange(k_BxNxKxD.shape[1])[None, :]
+        if k_BxNxKxD.shape[1] > self.capacity:
+            raise ValueError(f"{k_BxNxKxD.shape[1]} new positions cannot fit a buffer of {self.capacity}")
+        position_BxN = self.length_B[:, None] + self.tail + jnp.arange(k_BxNxKxD.shape[1])[None, :]
         return dataclasses.replace(
             self,
             keys=_replaced(self.keys, layer, _scatter(self.keys[layer], position_BxN, k_BxNxKxD)),

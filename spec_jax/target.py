@@ -49,8 +49,8 @@ class Target(Protocol):
           params: the model's parameters.
           tokens_BxN: token ids of the new positions.
           positions_BxN: their absolute positions (siblings in a tree share one).
-          kv: the buffer; the new rows are written to its scratch at `length..length+N`, and `length` stays.
-          words_BxNxW: ancestor bits of the new positions, or None for a chain.
+          kv: the buffer; the new rows are written to its scratch by `kv.write`, and `length` stays.
+          words_BxNxW: ancestor bits of the new positions over the buffer's scratch, or None for a chain.
           taps: which hidden states to return. Tap i in 0..L is the residual stream after i blocks (0: the
             embedding); tap L+1 is the final norm's output, the input of the output head.
 

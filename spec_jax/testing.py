@@ -5,11 +5,12 @@ shows), `TinyTransformer` (a real one, random), and `Poisoned`, which fills ever
 must not reach the output. Judges: `cycle_law` (the joint law of a cycle by enumeration), `total_variation`,
 `chi_square_p`, `assert_same_tokens`, `assert_invariants`.
 
-Whoever adds a proposer runs `assert_same_tokens`; whoever adds a rule made of coins runs `cycle_law` against
-`plain_law`, and both run the chi-square test on the compiled decoder.
+Whoever adds a proposer runs `assert_same_tokens`; whoever adds a rule made of coins runs `cycle_law` over
+`all_drafts` against `plain_law`, and both run the chi-square test on the compiled decoder.
 """
 
 import dataclasses
+import functools
 import itertools
 import math
 from collections.abc import Callable, Sequence
@@ -19,7 +20,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kernels_pallas.tree_attention import visible
 from spec_jax.attention import attend
 from spec_jax.contract import Law
 from spec_jax.cycle import DecodeState
@@ -27,7 +27,8 @@ from spec_jax.kv import KVBuffer
 from spec_jax.propose.base import Proposal
 from spec_jax.target import Target
 from spec_jax.tree import Tree
-from spec_jax.verify.base import CoinRule, draft_law
+from spec_jax.verify.base import CoinRule
+from spec_jax.verify.match import Match
 
 
 class _Toy:
@@ -91,7 +92,7 @@ class HistLM(_Toy):
         code_BxNx1x1 = code_BxN.astype(jnp.float32)[:, :, None, None]
         kv = kv.write(0, code_BxNx1x1, code_BxNx1x1)
         rows_Bx1xS = kv.values[0][:, 0, :, 0][:, None, :]
-        seen_BxNxS = visible(kv.length_B, tokens_BxN.shape[1], kv.capacity, words_BxNxW)
+        seen_BxNxS = kv.visible(tokens_BxN.shape[1], words_BxNxW)
         total_BxN = jnp.where(seen_BxNxS, rows_Bx1xS, 0.0).sum(-1)
         is_number_BxN = jnp.isfinite(total_BxN)
         cell_BxN = jnp.where(is_number_BxN, total_BxN, 0.0).astype(jnp.int32) % self._CELLS
@@ -149,7 +150,7 @@ class TinyTransformer(_Toy):
 
 
 class Poisoned:
-    """A target whose uncommitted KV rows are filled with `value` before every forward: no output may change."""
+    """A target whose unwritten KV rows are filled with `value` before every forward: no output may change."""
 
     def __init__(self, target: Target, value: float = math.nan):
         self._target, self._value = target, value
@@ -162,7 +163,7 @@ class Poisoned:
         return self._target.init_kv(batch, capacity)
 
     def forward(self, params, tokens_BxN, positions_BxN, kv, words_BxNxW, taps=()):
-        committed_BxS = jnp.arange(kv.capacity)[None, :] < kv.length_B[:, None]
+        committed_BxS = jnp.arange(kv.capacity)[None, :] < kv.length_B[:, None] + kv.tail
 
         def fill(rows_BxKxSxD):
             return jnp.where(committed_BxS[:, None, :, None], rows_BxKxSxD, self._value)
@@ -202,96 +203,173 @@ def plain_law(p: Callable[[TokenTuple], np.ndarray], length: int) -> dict[TokenT
     return laws
 
 
-def chain_proposal_of(tokens: Sequence[int], q_rows, law: Law, valid: int | None = None) -> Proposal:
-    """A one-row chain proposal, root token 0, as a rule sees it."""
-    tree = Tree.chain(len(tokens))
-    valid = len(tokens) if valid is None else valid
-    return Proposal(
-        tokens_BxN=jnp.asarray([[0, *tokens]], jnp.int32),
-        valid_BxN=jnp.arange(tree.size)[None, :] <= valid,
-        draft_probs_BxNxV=None if law == Law.POINT_MASS else jnp.asarray(q_rows)[None],
-        tree=tree,
-        law=law,
-    )
+@dataclasses.dataclass(frozen=True)
+class Draft:
+    """One drafted tree, as a proposer hands it to a rule, and the probability that it is drafted.
+
+    Attributes:
+      tokens: of every node; the root's is 0.
+      laws: N rows; row n is the law its children were drawn from, as `Proposal.draft_probs_BxNxV` records it (zeros for
+        a leaf).
+      mass: its probability.
+      valid: which nodes are valid; all of them by default.
+    """
+
+    tokens: TokenTuple
+    laws: tuple[tuple[float, ...], ...]
+    mass: float
+    valid: tuple[bool, ...] | None = None
+
+
+@functools.cache
+def _lines(tree: Tree) -> tuple[TokenTuple, ...]:
+    """The nodes from below the root to each node."""
+    above = (np.flatnonzero(row[1:]) + 1 for row in tree.ancestors_NxN)
+    return tuple(tuple(nodes[np.argsort(tree.depth_N[nodes])].tolist()) for nodes in above)
+
+
+def all_drafts(tree: Tree, q: Callable[[TokenTuple], np.ndarray], law: Law) -> list[Draft]:
+    """Every tree that a draft of law q(prefix) can produce, with its probability.
+
+    For POINT_MASS, of which any choice is right, siblings are independent draws that the rule is not told about.
+    """
+
+    def child(prefix: TokenTuple, elders: TokenTuple, num_siblings: int):
+        """The recorded law behind a prefix, and the tokens that the next child may be, with their probabilities."""
+        full = recorded = chances = q(prefix)
+        order = np.argsort(-full, kind="stable")
+        one_hot = np.eye(len(full))
+        if law == Law.TOP_AND_SAMPLE:
+            left = np.where(np.isin(np.arange(len(full)), order[: num_siblings - 1]), 0.0, full)
+            recorded = left / left.sum() if left.sum() else left
+            chances = one_hot[order[len(elders) - 1 if elders else num_siblings - 1]]
+            chances = recorded if not elders and left.sum() else chances
+        elif law == Law.WITHOUT_REPLACEMENT:
+            left = np.where(np.isin(np.arange(len(full)), elders), 0.0, full)
+            rest = [token for token in order if token not in elders] or [0]
+            chances = left / left.sum() if left.sum() else one_hot[rest[0]]
+        return tuple(recorded.tolist()), [(int(token), float(chances[token])) for token in np.flatnonzero(chances)]
+
+    none = (0.0,) * len(q(()))
+    found = [((0,), (none,), 1.0)]
+    for node in range(1, tree.size):
+        parent, rank = tree.parents[node], int(tree.rank_N[node])
+        siblings, line, known, grown = tree.children[parent], _lines(tree)[parent], {}, []
+        for tokens, laws, mass in found:
+            key = tuple([tokens[n] for n in line]), tuple([tokens[n] for n in siblings[:rank]])
+            if key not in known:
+                known[key] = child(*key, len(siblings))
+            recorded, choices = known[key]
+            laws = (*laws[:parent], recorded, *laws[parent + 1 :], none)
+            grown.extend(((*tokens, token), laws, mass * chance) for token, chance in choices)
+        found = grown
+    return [Draft(*parts) for parts in found]
+
+
+def proposal_of(tree: Tree, drafts: Sequence[Draft], law: Law, dtype=None) -> Proposal:
+    """Drafts as the rows of one proposal."""
+    valid = [draft.valid or (True,) * tree.size for draft in drafts]
+    laws = None if law == Law.POINT_MASS else jnp.asarray(np.asarray([draft.laws for draft in drafts]), dtype)
+    tokens = jnp.asarray(np.asarray([draft.tokens for draft in drafts], np.int32))
+    return Proposal(tokens, jnp.asarray(np.asarray(valid)), laws, tree, law)
 
 
 def cycle_law(
-    rule: CoinRule,
-    p: Callable[[TokenTuple], np.ndarray],
-    q: Callable[[TokenTuple], np.ndarray],
-    depth: int,
-    law: Law = Law.IID,
-    valid: int | None = None,
+    rule: CoinRule | Match, p: Callable[[TokenTuple], np.ndarray], tree: Tree, drafts: Sequence[Draft], law: Law
 ) -> tuple[dict[TokenTuple, float], float]:
     """The exact joint law of what one cycle of a rule emits, and its expected accepted tokens.
 
-    Every drafted chain of `depth` tokens, every outcome of the coins and every next token is enumerated with its
-    probability; the rule's own functions supply coins, selection and residual. A cycle that emits n tokens is
-    continued by plain decoding up to depth + 1 tokens, so an exact rule gives `plain_law(p, depth + 1)`.
+    Every draft, every outcome of the rule's randomness and every next token is enumerated with its probability, in
+    float64; the rule's own functions decide. A cycle that emits n tokens is continued by plain decoding up to
+    D + 1 tokens, D being the tree's depth, so an exact rule gives `plain_law(p, D + 1)`.
 
     Args:
-      p, q: laws of target and draft behind a prefix of drafted tokens; give tables with p != q that depend on it.
-      law: IID, or POINT_MASS (tokens still drawn from q here, but the rule is not told q).
-      valid: how many of the drafted tokens are valid (all by default).
+      p: the target's law behind a prefix of drafted tokens; give tables with p != q that depend on it.
+      drafts: see `all_drafts`; a planted bug changes them.
+      law: what the rule is told about them.
     """
-    V = len(p(()))
-    chains = list(itertools.product(range(V), repeat=depth))
-    coins_fn, residual_fn, select_fn = _batched_rule(rule, depth, law)
-    p_rows = np.stack([[p(chain[:i]) for i in range(depth + 1)] for chain in chains])
-    q_rows = np.stack([[*(q(chain[:i]) for i in range(depth)), np.zeros(V)] for chain in chains])
-    tokens = np.asarray([(0, *chain) for chain in chains])
-    valid_rows = np.broadcast_to(np.arange(depth + 1) <= (depth if valid is None else valid), tokens.shape)
-    coins = np.asarray(coins_fn(tokens, valid_rows, p_rows, q_rows), np.float64)
-    residuals = np.stack(
-        [residual_fn(tokens, valid_rows, p_rows, q_rows, np.full(len(chains), n)) for n in range(depth + 1)], axis=1
-    )
-    outcomes = np.asarray(list(itertools.product([False, True], repeat=depth)), bool)
-    selected = np.asarray(select_fn(np.concatenate([np.ones((len(outcomes), 1), bool), outcomes], axis=1)))
-
-    emitted: dict[TokenTuple, float] = {}
+    heads: dict[TokenTuple, np.ndarray] = {}
     expected = 0.0
-    for i, chain in enumerate(chains):
-        drawn = float(np.prod([q(chain[:d])[chain[d]] for d in range(depth)]))
-        if drawn == 0.0:
-            continue
-        for outcome, node in zip(outcomes, selected, strict=True):
-            mass = drawn * float(np.prod(np.where(outcome, coins[i, 1:], 1.0 - coins[i, 1:])))
-            if mass == 0.0:
-                continue
-            expected += mass * int(node)
-            weights = residuals[i, node].astype(np.float64)
-            for token in np.flatnonzero(weights):
-                head = (*chain[:node], int(token))
-                tail = plain_law(lambda rest, head=head: p((*head, *rest)), depth + 1 - len(head))
-                for rest, chance in tail.items():
-                    key = (*head, *rest)
-                    emitted[key] = emitted.get(key, 0.0) + mass * weights[token] / weights.sum() * chance
+    outcomes = _match_outcomes if isinstance(rule, Match) else _coin_outcomes
+    for start in range(0, len(drafts), 2048):
+        chunk = list(drafts[start : start + 2048])
+        # Few sizes, few programs.
+        chunk += [dataclasses.replace(chunk[0], mass=0.0)] * (max(64, 1 << (len(chunk) - 1).bit_length()) - len(chunk))
+        paths = [[tuple([draft.tokens[n] for n in line]) for line in _lines(tree)] for draft in chunk]
+        chances = outcomes(rule, tree, chunk, paths, law, p)
+        for draft, row, chance_NxV in zip(chunk, paths, chances, strict=True):
+            for node in np.flatnonzero(chance_NxV.any(1)):
+                mass_V = draft.mass * chance_NxV[node]
+                heads[row[node]] = heads.get(row[node], 0.0) + mass_V
+                expected += len(row[node]) * float(mass_V.sum())
+    emitted: dict[TokenTuple, float] = {}
+    for head, mass_V in heads.items():
+        for token in np.flatnonzero(mass_V):
+            begun = (*head, int(token))
+            tail = plain_law(lambda rest, begun=begun: p((*begun, *rest)), tree.max_depth + 1 - len(begun))
+            for rest, chance in tail.items():
+                emitted[(*begun, *rest)] = emitted.get((*begun, *rest), 0.0) + float(mass_V[token]) * chance
     return emitted, expected
 
 
-def _batched_rule(rule: CoinRule, depth: int, law: Law):
-    """The three parts of a rule as functions of plain arrays."""
-    tree = Tree.chain(depth)
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _call(rule, method: str, *args):
+    return getattr(rule, method)(*args)
 
-    def proposal(tokens, valid, q_rows):
-        probs = None if law == Law.POINT_MASS else jnp.asarray(q_rows)
-        return Proposal(jnp.asarray(tokens, jnp.int32), jnp.asarray(valid), probs, tree, law)
 
-    def given(tokens, valid, p_rows, q_rows):
-        made = proposal(tokens, valid, q_rows)
-        return made, jnp.asarray(p_rows), draft_law(made, p_rows.shape[-1])
+def _coin_outcomes(rule: CoinRule, tree: Tree, drafts, paths, law: Law, p) -> np.ndarray:
+    """[drafts, N, V]: the probability that node n is the last accepted one and token v comes behind it."""
+    p_rows = np.asarray([[p(path) for path in row] for row in paths])
+    with jax.enable_x64(True):
+        verdict = _call(rule, "judge", proposal_of(tree, drafts, law), jnp.asarray(p_rows))
+        coins, weights = np.asarray(verdict.coins_BxN)[:, 1:], np.asarray(verdict.weights_BxNxV)
+    passed = np.asarray(list(itertools.product([False, True], repeat=tree.size - 1)), bool)
+    blank = Draft((0,) * tree.size, ((),) * tree.size, 1.0)
+    given = proposal_of(tree, [blank] * len(passed), Law.POINT_MASS)
+    tossed = jnp.asarray(np.concatenate([np.ones((len(passed), 1), bool), passed], axis=1))
+    last = np.asarray(_call(rule, "select", given, tossed))
+    chance_of_node = np.zeros((len(drafts), tree.size))
+    for outcome, node in zip(passed, last, strict=True):
+        chance_of_node[:, node] += np.prod(np.where(outcome, coins, 1.0 - coins), axis=1)
+    return chance_of_node[..., None] * weights / weights.sum(-1, keepdims=True)
 
-    def coins(*args):
-        return rule.coins(*given(*args))
 
-    def residual(tokens, valid, p_rows, q_rows, node):
-        return np.asarray(rule.residual(*given(tokens, valid, p_rows, q_rows), jnp.asarray(node, jnp.int32)))
+def _match_outcomes(rule: Match, tree: Tree, drafts, paths, law: Law, p) -> np.ndarray:
+    """The same for the target's draws, by the text that they make: every text of D + 1 tokens with its probability.
 
-    def select(passed):
-        tokens = np.zeros(passed.shape, np.int32)
-        return rule.select(proposal(tokens, np.ones_like(passed), np.zeros((*passed.shape, 1))), jnp.asarray(passed))
+    Nodes that lie on the text draw its next token; what others draw must not matter, and they get any token.
+    """
+    masses = plain_law(p, tree.max_depth + 1)
+    texts, V = np.asarray(list(masses)), len(p(()))
+    filler = np.random.default_rng(0).integers(0, V, (len(drafts), len(texts), tree.size))
+    begins = {path: (texts[:, : len(path)] == np.asarray(path, int)).all(1) for row in paths for path in row}
+    on_text = np.asarray([[begins[path] for path in row] for row in paths])
+    on_text = on_text.transpose(0, 2, 1)
+    drawn = np.where(on_text, texts[None, :, tree.depth_N], filler).reshape(-1, tree.size)
+    proposal = proposal_of(tree, [draft for draft in drafts for _ in texts], law)
+    made = _call(rule, "walk", proposal, jnp.asarray(drawn, jnp.int32))
+    last = np.take_along_axis(np.asarray(made.path_BxP), np.asarray(made.num_accepted_B)[:, None], axis=1)[:, 0]
+    chances = np.zeros((len(drafts), tree.size, V))
+    index = np.repeat(np.arange(len(drafts)), len(texts))
+    np.add.at(chances, (index, last, np.asarray(made.next_token_B)), np.tile(list(masses.values()), len(drafts)))
+    return chances
 
-    return coins, residual, select
+
+def optimal_acceptance(p: np.ndarray, siblings: dict[TokenTuple, float]) -> float:
+    """The most that any exact rule can accept of one level of siblings: 1 + min over H of P(H) - Pr(all in H).
+
+    Args:
+      p: the target's law.
+      siblings: the probability of every tuple of sibling tokens.
+
+    (Hu et al., arXiv 2502.18779: the optimal transport between the draft's tuples and the target's tokens.)
+    """
+    V = len(p)
+    gaps = []
+    for bits in itertools.product([False, True], repeat=V):
+        inside = np.asarray(bits)
+        gaps.append(p[inside].sum() - sum(mass for tokens, mass in siblings.items() if inside[list(tokens)].all()))
+    return 1.0 + min(gaps)
 
 
 def total_variation(a: dict[TokenTuple, float], b: dict[TokenTuple, float]) -> float:
@@ -314,6 +392,7 @@ def random_laws(V: int, seed: int, support: str = "full") -> Callable[[TokenTupl
         "odd": np.arange(V) % 2 == 1,
     }[support]
 
+    @functools.cache
     def law(prefix: TokenTuple) -> np.ndarray:
         rng = np.random.default_rng([seed, len(prefix), *prefix])
         weights = rng.gamma(0.7, size=V) * allowed + 1e-3 * allowed

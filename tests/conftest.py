@@ -6,6 +6,9 @@ import pathlib
 import jax
 import pytest
 
+if jax.config.jax_platforms is None:
+    # Two processes cannot share most accelerators; JAX_PLATFORMS and `-n 0` run the tests on one.
+    jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_compilation_cache_dir", str(pathlib.Path(__file__).parents[1] / ".jax_cache"))

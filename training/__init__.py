@@ -1,1 +1,1 @@
-"""Training of draft heads: data, losses, steps, checkpoints. Empty so far."""
+"""Training of drafts: data, losses, steps, checkpoints."""

@@ -9,7 +9,7 @@ from jaxtyping import Array, Bool, Float, Int
 from spec_jax.contract import Law
 from spec_jax.pytree import pytree
 from spec_jax.sampling import SamplingRows
-from spec_jax.tree import Tree
+from spec_jax.tree import DynamicTree, Topology, Tree
 
 
 @pytree
@@ -19,17 +19,26 @@ class Proposal:
     Attributes:
       tokens_BxN: node 0 is the root (the last committed token), the others are drafted.
       valid_BxN: which nodes were drafted. The root is valid, and a valid node's parent is valid. Invalid nodes are
-        scored like the others and never accepted.
+        scored like the others and never accepted. For a sampled law, whether a node is valid must not depend on its
+        own token or on anything drawn after it.
       draft_probs_BxNxV: row n is the law from which the children of node n were drawn (float32); None for a point
         mass. Rows of leaves are ignored.
       tree, law: static.
+      parents_BxN: of a `DynamicTree`, -1 for the root and an earlier node for every other, invalid ones included;
+        None for a static tree.
     """
 
     tokens_BxN: Int[Array, "B N"]
     valid_BxN: Bool[Array, "B N"]
     draft_probs_BxNxV: Float[Array, "B N V"] | None
-    tree: Tree = dataclasses.field(metadata={"static": True})
+    tree: Tree | DynamicTree = dataclasses.field(metadata={"static": True})
     law: Law = dataclasses.field(metadata={"static": True})
+    parents_BxN: Int[Array, "B N"] | None = None
+
+    @property
+    def topology(self) -> Topology:
+        """Depths and ancestors of the nodes; the leading axis is 1 where all rows share a static tree."""
+        return self.tree.topology if self.parents_BxN is None else Topology.of(self.parents_BxN)
 
 
 @pytree
@@ -80,7 +89,7 @@ class Proposer(Protocol):
     """Supplies candidates; the target decides. Frozen and hashable: compiled programs are cached by it.
 
     Attributes:
-      tree: the static shape of its proposals.
+      tree: the shape of its proposals, or the bounds of one that it grows from data.
       law: how their tokens are drawn.
       taps: hidden states of the target it wants to observe (see `Target.forward`).
       may_abstain: it may draft nothing in a cycle, often enough that scoring the root alone then is worth a second
@@ -91,7 +100,7 @@ class Proposer(Protocol):
     than what `observe` was told is committed, or masks the rest by length.
     """
 
-    tree: Tree
+    tree: Tree | DynamicTree
     law: Law
     taps: tuple[int, ...]
     may_abstain: bool

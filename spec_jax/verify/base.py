@@ -8,11 +8,10 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from spec_jax import sampling
-from spec_jax.contract import Law
+from spec_jax.contract import Law, Shapes
 from spec_jax.propose.base import Proposal
 from spec_jax.pytree import pytree
 from spec_jax.sampling import Purpose, SamplingRows
-from spec_jax.tree import Tree
 
 
 @pytree
@@ -31,9 +30,11 @@ class Acceptance:
     next_token_B: Int[Array, "B"]
 
     @classmethod
-    def at(cls, tree: Tree, node_B: Int[Array, "B"], next_token_B: Int[Array, "B"]) -> "Acceptance":
+    def at(cls, proposal: Proposal, node_B: Int[Array, "B"], next_token_B: Int[Array, "B"]) -> "Acceptance":
         """The acceptance of everything from the root to `node`."""
-        return cls(jnp.asarray(tree.path_NxP)[node_B], jnp.asarray(tree.depth_N)[node_B], next_token_B)
+        path_BxP = proposal.topology.path(node_B, proposal.tree.max_depth + 1)
+        num_accepted_B = (path_BxP < proposal.tree.size).sum(1).astype(jnp.int32) - 1
+        return cls(path_BxP, num_accepted_B, next_token_B)
 
 
 @runtime_checkable
@@ -44,13 +45,13 @@ class Rule(Protocol):
       name: the rule's name on command lines and in reports.
       exact: the output has the law of plain decoding.
       laws: laws of proposal under which that holds (for a relaxed rule: that it can judge at all).
-      chain_only: the rule is defined on chains.
+      shapes: the trees it is defined on.
     """
 
     name: ClassVar[str]
     exact: ClassVar[bool]
     laws: ClassVar[frozenset[Law]]
-    chain_only: ClassVar[bool]
+    shapes: ClassVar[Shapes]
 
     def describe(self) -> str:
         """Name and parameters, for reports."""
@@ -67,31 +68,39 @@ class Rule(Protocol):
         ...
 
 
-@dataclasses.dataclass(frozen=True)
-class CoinRule(abc.ABC):
-    """A rule made of one coin a drafted node and one draw from a residual law.
+@pytree
+class Verdict:
+    """What a rule with coins makes of a proposal before any coin is tossed.
 
-    A rule says how likely each coin passes, which node the passed coins select, and from which weights the next
-    token is drawn when a node was selected. The three parts are functions of the target's law p and the draft's
-    law q alone, so `spec_jax.testing` can enumerate the exact law of a cycle from them; the noise is added here,
-    once for all rules.
+    Attributes:
+      coins_BxN: probability that each node's coin passes; 0 for an invalid node, ignored for the root.
+      weights_BxNxV: non-negative weights, not all zero, from which the token behind each node is drawn if that
+        node is the last accepted one.
     """
 
-    laws: ClassVar[frozenset[Law]] = frozenset({Law.IID, Law.POINT_MASS})
+    coins_BxN: Float[Array, "B N"]
+    weights_BxNxV: Float[Array, "B N V"]
+
+
+@dataclasses.dataclass(frozen=True)
+class CoinRule(abc.ABC):
+    """A rule made of one independent coin per node.
+
+    It says with what probability each coin passes and how the next token is drawn (`judge`), and which node is kept
+    given the coins that passed (`select`). Both are functions of the target's law p and the proposal alone, so
+    `spec_jax.testing` can enumerate the exact law of a cycle from them; the noise is added here, once for all rules.
+    """
+
     exact: ClassVar[bool] = True
-    chain_only: ClassVar[bool] = True
+    laws: ClassVar[frozenset[Law]] = frozenset(Law)
 
     @abc.abstractmethod
-    def coins(self, proposal: Proposal, p_BxNxV, q_BxNxV) -> Float[Array, "B N"]:
-        """Probability in [0, 1] that each node's coin passes; 0 for an invalid node. The root's is ignored."""
+    def judge(self, proposal: Proposal, p_BxNxV: Float[Array, "B N V"]) -> Verdict:
+        """Coins and next-token weights of every node."""
 
     @abc.abstractmethod
     def select(self, proposal: Proposal, passed_BxN: Bool[Array, "B N"]) -> Int[Array, "B"]:
         """The last accepted node, given which coins passed; the root where nothing is accepted."""
-
-    @abc.abstractmethod
-    def residual(self, proposal: Proposal, p_BxNxV, q_BxNxV, node_B: Int[Array, "B"]) -> Float[Array, "B V"]:
-        """Non-negative weights, not all zero, from which the token behind the selected node is drawn."""
 
     def describe(self) -> str:
         values = ", ".join(f"{f.name}={getattr(self, f.name)}" for f in dataclasses.fields(self))
@@ -104,56 +113,19 @@ class CoinRule(abc.ABC):
         rows: SamplingRows,
         root_position_B: Int[Array, "B"],
     ) -> Acceptance:
-        p_BxNxV = sampling.law(logits_BxNxV, rows)
-        q_BxNxV = draft_law(proposal, p_BxNxV.shape[-1])
+        verdict = self.judge(proposal, sampling.law(logits_BxNxV, rows))
         node_1xN = jnp.arange(proposal.tree.size)[None, :]
         u_BxN = sampling.uniforms(rows.seed_Bx2, Purpose.ACCEPT, *sampling.root_lanes(root_position_B, node_1xN))
         # Strictly below: a coin of probability 0 never passes, even for a uniform of exactly 0.
-        node_B = self.select(proposal, u_BxN < self.coins(proposal, p_BxNxV, q_BxNxV))
-        weights_BxV = self.residual(proposal, p_BxNxV, q_BxNxV, node_B)
+        node_B = self.select(proposal, u_BxN < verdict.coins_BxN)
+        weights_Bx1xV = jnp.take_along_axis(verdict.weights_BxNxV, node_B[:, None, None], axis=1)
         u_Bx1 = sampling.uniforms(rows.seed_Bx2, Purpose.RESIDUAL, root_position_B[:, None])
-        next_token_B = sampling.inverse_cdf(weights_BxV[:, None, :], u_Bx1)[:, 0]
-        return Acceptance.at(proposal.tree, node_B, next_token_B)
+        return Acceptance.at(proposal, node_B, sampling.inverse_cdf(weights_Bx1xV, u_Bx1)[:, 0])
 
 
-def draft_law(proposal: Proposal, vocab_size: int) -> Float[Array, "B N V"]:
-    """q at every node of a chain: the recorded law, or for a point mass all weight on the drafted token."""
-    if proposal.law == Law.IID:
-        return proposal.draft_probs_BxNxV
-    child_BxN = jnp.roll(proposal.tokens_BxN, -1, axis=1)
-    return (child_BxN[..., None] == jnp.arange(vocab_size)[None, None, :]).astype(jnp.float32)
-
-
-def chain_ratios(proposal: Proposal, p_BxNxV, q_BxNxV) -> Float[Array, "B N"]:
-    """p(x)/q(x) of each drafted token of a chain under its parent's laws; 0 for the root and invalid nodes."""
-    token_BxNx1 = jnp.roll(proposal.tokens_BxN, -1, axis=1)[..., None]
-    p_BxN = jnp.take_along_axis(p_BxNxV, token_BxNx1, axis=-1)[..., 0]
-    q_BxN = jnp.take_along_axis(q_BxNxV, token_BxNx1, axis=-1)[..., 0]
-    # q(x) = 0 means that x cannot have been drawn; should rounding have done it, it counts as a sure ratio.
-    drawn_BxN = q_BxN > 0.0
-    sure_BxN = jnp.where(p_BxN > 0.0, jnp.inf, 0.0)
-    ratio_BxN = jnp.where(drawn_BxN, p_BxN / jnp.where(drawn_BxN, q_BxN, 1.0), sure_BxN)
-    ratio_BxN = jnp.roll(ratio_BxN, 1, axis=1)
-    drafted_1xN = jnp.arange(ratio_BxN.shape[1])[None, :] > 0
-    return jnp.where(proposal.valid_BxN & drafted_1xN, ratio_BxN, 0.0)
-
-
-def positive_part(p_BxV, q_BxV, rejected_B) -> Float[Array, "B V"]:
-    """The residual (p - q)+ where a token was rejected, p elsewhere or where rounding leaves nothing."""
-    residual_BxV = jnp.where(rejected_B[:, None], jnp.maximum(p_BxV - q_BxV, 0.0), p_BxV)
-    empty_Bx1 = residual_BxV.sum(-1, keepdims=True) <= 0.0
-    return jnp.where(empty_Bx1, p_BxV, residual_BxV)
-
-
-def leading_run(passed_BxN: Bool[Array, "B N"]) -> Int[Array, "B"]:
-    """The last node of a chain before the first coin that failed."""
-    return jnp.cumprod(passed_BxN[:, 1:].astype(jnp.int32), axis=1).sum(1).astype(jnp.int32)
-
-
-def rows_at(values_BxNxV: Float[Array, "B N V"], node_B: Int[Array, "B"]) -> Float[Array, "B V"]:
-    return jnp.take_along_axis(values_BxNxV, node_B[:, None, None], axis=1)[:, 0]
-
-
-def chain_length(proposal: Proposal) -> Int[Array, "B"]:
-    """Valid drafted tokens of each row of a chain."""
-    return proposal.valid_BxN[:, 1:].sum(1).astype(jnp.int32)
+def deepest(proposal: Proposal, passed_BxN: Bool[Array, "B N"]) -> Int[Array, "B"]:
+    """The deepest node that passed together with all its ancestors (the root counts as passed); the first such."""
+    topology = proposal.topology
+    passed_BxN = passed_BxN.at[:, 0].set(True)
+    reached_BxN = jnp.all(jnp.where(topology.ancestors_BxNxN, passed_BxN[:, None, :], True), axis=-1)
+    return jnp.argmax(jnp.where(reached_BxN, topology.depth_BxN, -1), axis=-1).astype(jnp.int32)

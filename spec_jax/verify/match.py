@@ -7,10 +7,10 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from spec_jax import sampling
-from spec_jax.contract import Law
+from spec_jax.contract import Law, Shapes
 from spec_jax.propose.base import Proposal
 from spec_jax.sampling import Purpose, SamplingRows
-from spec_jax.verify.base import Acceptance
+from spec_jax.verify.base import Acceptance, deepest
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,7 +28,7 @@ class Match:
     name: ClassVar[str] = "match"
     exact: ClassVar[bool] = True
     laws: ClassVar[frozenset[Law]] = frozenset(Law)
-    chain_only: ClassVar[bool] = False
+    shapes: ClassVar[Shapes] = Shapes.ANY
 
     def describe(self) -> str:
         return self.name
@@ -40,15 +40,14 @@ class Match:
         rows: SamplingRows,
         root_position_B: Int[Array, "B"],
     ) -> Acceptance:
-        tree = proposal.tree
-        position_BxN = root_position_B[:, None] + jnp.asarray(tree.depth_N)[None, :] + 1
-        u_BxN = sampling.uniforms(rows.seed_Bx2, Purpose.MATCH, position_BxN)
-        drawn_BxN = sampling.sample(logits_BxNxV, rows, u_BxN)
-        parent_N = jnp.maximum(jnp.asarray(tree.parents), 0)
-        agrees_BxN = (proposal.tokens_BxN == drawn_BxN[:, parent_N]) & proposal.valid_BxN
-        agrees_BxN = agrees_BxN.at[:, 0].set(True)
-        ancestor_1xNxN = jnp.asarray(tree.ancestors_NxN)[None]
-        accepted_BxN = jnp.all(jnp.where(ancestor_1xNxN, agrees_BxN[:, None, :], True), axis=-1)
-        node_B = jnp.argmax(jnp.where(accepted_BxN, jnp.asarray(tree.depth_N)[None, :], -1), axis=-1)
-        next_token_B = jnp.take_along_axis(drawn_BxN, node_B[:, None], axis=1)[:, 0]
-        return Acceptance.at(tree, node_B, next_token_B)
+        depth_BxN = proposal.topology.depth_BxN
+        position_BxN = root_position_B[:, None] + depth_BxN + 1
+        drawn_BxN = sampling.sample(logits_BxNxV, rows, sampling.uniforms(rows.seed_Bx2, Purpose.MATCH, position_BxN))
+        return self.walk(proposal, drawn_BxN)
+
+    def walk(self, proposal: Proposal, drawn_BxN: Int[Array, "B N"]) -> Acceptance:
+        """The acceptance, given the target's draw behind every node."""
+        parent_BxN = jnp.broadcast_to(jnp.maximum(proposal.topology.parents_BxN, 0), drawn_BxN.shape)
+        agrees_BxN = proposal.tokens_BxN == jnp.take_along_axis(drawn_BxN, parent_BxN, axis=1)
+        node_B = deepest(proposal, agrees_BxN & proposal.valid_BxN)
+        return Acceptance.at(proposal, node_B, jnp.take_along_axis(drawn_BxN, node_B[:, None], axis=1)[:, 0])

@@ -3,14 +3,14 @@
 import dataclasses
 from typing import ClassVar
 
-import jax.numpy as jnp
-
-from spec_jax.verify.base import CoinRule, chain_length, chain_ratios, leading_run, positive_part, rows_at
+from spec_jax.contract import Law, Shapes
+from spec_jax.verify.recursive import Recursive
 
 
 @dataclasses.dataclass(frozen=True)
-class Rejection(CoinRule):
-    """Accept token x with probability min(1, p(x)/q(x)); at the first rejection draw from (p - q)+.
+class Rejection(Recursive):
+    """Recursive rejection of a chain: accept token x with probability min(1, p(x)/q(x)); at the first rejection draw
+    from (p - q)+.
 
     Exact when the tokens were drawn from the recorded q; for a point mass q is all weight on the drafted token, so
     x is accepted with probability p(x). Expected accepted tokens: the sum over depths of the product of
@@ -18,13 +18,5 @@ class Rejection(CoinRule):
     """
 
     name: ClassVar[str] = "rejection"
-
-    def coins(self, proposal, p_BxNxV, q_BxNxV):
-        return jnp.minimum(chain_ratios(proposal, p_BxNxV, q_BxNxV), 1.0)
-
-    def select(self, proposal, passed_BxN):
-        return leading_run(passed_BxN)
-
-    def residual(self, proposal, p_BxNxV, q_BxNxV, node_B):
-        rejected_B = node_B < chain_length(proposal)
-        return positive_part(rows_at(p_BxNxV, node_B), rows_at(q_BxNxV, node_B), rejected_B)
+    laws: ClassVar[frozenset[Law]] = frozenset({Law.IID, Law.POINT_MASS})
+    shapes: ClassVar[Shapes] = Shapes.CHAIN

@@ -114,7 +114,7 @@ def test_synthetic_acceptance_drafts_from_the_plain_output(make_bench):
 
 
 def test_a_draft_model_is_its_own_perfect_draft(make_bench):
-    made = make_bench(repeats=1, proposers=(registry.parse_proposer("draft_model:model=toy,length=2"),))
+    made = make_bench(repeats=1, proposers=(registry.parse_proposer("draft_model:model=toy,tree=2"),))
     assert made.run()[1].stats.tokens_per_cycle == 3.0
 
 

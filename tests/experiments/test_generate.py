@@ -43,7 +43,7 @@ def test_several_prompts_and_json(generates, tmp_path):
     file = tmp_path / "out.jsonl"
     code, out, err = generates(
         "--prompt=one", f"--prompt_file={tmp_path / 'prompt.txt'}", "--raw", "--temperature=0.9", "--seed=3",
-        f"--json={file}", "--proposer=prompt_lookup:max_ngram=2", "--length=4", "--rule=rejection",
+        f"--json={file}", "--proposer=prompt_lookup:max_ngram=2,length=4", "--rule=rejection",
     )  # fmt: skip
     assert code == 0 and "--- one" in out and "--- from a file" in out and "seed 3, 3" in err
     first, second = map(json.loads, file.read_text().splitlines())
@@ -61,7 +61,7 @@ def test_several_prompts_and_json(generates, tmp_path):
         (["--prompt=x", "--stop="], "a stop string must not be empty"),
         (["--prompt=x", "--proposer=nope"], "no proposer is named 'nope'"),
         (["--prompt=x", "--rule=nope"], "no rule is named 'nope'"),
-        (["--prompt=x", "--proposer=plain", "--length=3"], "proposer 'plain' has no option 'length'"),
+        (["--prompt=x", "--proposer=plain:length=3"], "proposer 'plain' has no option 'length'"),
         (["--prompt=x", "--draft=y"], "proposer 'prompt_lookup' has no option 'model'"),
         (["--prompt=x", "--proposer=synthetic:acceptance=1"], "experiments.bench only"),
         (["--prompt=x", "--chat", "--raw"], "--chat and --raw are opposites"),

@@ -1,7 +1,7 @@
 import pytest
 
 from experiments import registry
-from spec_jax import propose, verify
+from spec_jax import Law, Tree, propose, verify
 
 
 def test_defaults_are_those_of_the_constructor():
@@ -24,11 +24,13 @@ def test_equal_settings_are_equal_however_they_are_written():
 
 
 def test_a_draft_model_is_loaded_by_its_path(toy):
-    spec = registry.parse_proposer("draft_model:length=2,greedy=true", model="some/path")
+    spec = registry.parse_proposer("draft_model:tree=2x1,law=without_replacement", model="some/path")
     asked = []
     proposer = spec.build(lambda path: asked.append(path) or toy)
     assert asked == ["some/path"]
-    assert (proposer.model, proposer.length, proposer.greedy) == (toy, 2, True)
+    assert (proposer.model, proposer.tree, proposer.law) == (toy, Tree.branching((2, 1)), Law.WITHOUT_REPLACEMENT)
+    assert spec.label == "draft_model:model=some/path,tree=2x1,law=without_replacement"
+    assert registry.parse_proposer("draft_model:tree=4", model="x") == registry.parse_proposer("draft_model", model="x")
 
 
 def test_synthetic_gets_its_references_from_the_program():
@@ -51,7 +53,8 @@ def test_synthetic_gets_its_references_from_the_program():
         ("prompt_lookup:length=many", "length must be a whole number, got 'many'"),
         ("prompt_lookup:pick=best", "pick must be one of recent, leftmost, got 'best'"),
         ("prompt_lookup:length=0", "length must be >= 1"),
-        ("draft_model:model=x,greedy=perhaps", "greedy must be true or false"),
+        ("draft_model:model=x,law=perhaps", "law must be one of point_mass, iid"),
+        ("draft_model:model=x,tree=oak", "oak"),
         ("draft_model", "needs model=PATH"),
         ("synthetic", "needs acceptance=A/B/..."),
         ("synthetic:acceptance=high", "acceptance must be a number"),

@@ -78,10 +78,29 @@ def test_zeroed_rows_are_not_masked_rows():
 
 def test_mask_equals_ancestor_test_on_random_trees():
     rng = np.random.default_rng(1)
-    for size in (1, 4, 33, 64, 128):
+    for size in (1, 4, 33, 64, 128) * 20:
         tree = random_tree(rng, size)
         words = jnp.asarray(tree.ancestor_words_NxW)[None]
-        np.testing.assert_array_equal(expand_ancestor_words(words)[0], tree.ancestors_NxN)
+        np.testing.assert_array_equal(expand_ancestor_words(words)[0, :, :size], tree.ancestors_NxN)
         mask = np.asarray(visible(jnp.array([3], jnp.int32), size, size + 10, words))[0]
         assert mask[:, :3].all() and not mask[:, 3 + size :].any()
         np.testing.assert_array_equal(mask[:, 3 : 3 + size], tree.ancestors_NxN)
+
+
+@pytest.mark.parametrize("split", [1, 3, 6])
+def test_a_tree_scored_in_parts_is_the_tree_scored_at_once(split):
+    """The later nodes, with the earlier ones as tail, get what they get in one pass."""
+    rng = np.random.default_rng(2)
+    for tree in (random_tree(rng, 7), Tree.chain(6)):
+        q, k, v, length = map(jnp.asarray, random_inputs(rng, 7))
+        words = jnp.broadcast_to(jnp.asarray(tree.ancestor_words_NxW)[None], (3, 7, 1))
+        whole = tree_attention_reference(q, k, v, length, words)
+        late = tree_attention_reference(q[:, split:], k, v, length, words[:, split:], tail=split)
+        np.testing.assert_allclose(late, whole[:, split:], rtol=1e-6, atol=1e-6)
+        written = jnp.arange(24)[None, :] < (length + split)[:, None]
+        early_k, early_v = (jnp.where(written[:, None, :, None], rows, jnp.nan) for rows in (k, v))
+        early = tree_attention_reference(q[:, :split], early_k, early_v, length, words[:, :split])
+        np.testing.assert_allclose(early, whole[:, :split], rtol=1e-6, atol=1e-6)
+        if tree.is_chain:
+            late = tree_attention_reference(q[:, split:], k, v, length, tail=split)
+            np.testing.assert_allclose(late, whole[:, split:], rtol=1e-6, atol=1e-6)

@@ -46,7 +46,7 @@ def test_a_tree_scores_each_path_as_a_chain(name):
     words_BxNxW = jnp.asarray(np.broadcast_to(tree.ancestor_words_NxW, (2, *tree.ancestor_words_NxW.shape)))
     logits_BxNxV, _, scored = forward(target, nodes_BxN, prefix, words_BxNxW, tree.depth_N)
     for leaf in sorted(set(range(tree.size)) - set(tree.parents)):
-        path = [node for node in tree.path_NxP[leaf] if node < tree.size]
+        path = np.flatnonzero(tree.ancestors_NxN[leaf]).tolist()
         chain_BxNxV, _, _ = forward(target, nodes_BxN[:, path], prefix)
         np.testing.assert_allclose(logits_BxNxV[:, path], chain_BxNxV, atol=2e-5)
         # What a commit of the path leaves behind continues as the chain would.

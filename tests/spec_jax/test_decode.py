@@ -11,6 +11,7 @@ import pytest
 from spec_jax import ContractError, Decoder, Law, Promise, SamplingParams, Tree, decode, sampling, testing, verify
 from spec_jax.propose import Context, DraftModel, PromptLookup, Proposal, Stateless, Synthetic
 from spec_jax.sampling import SamplingRows
+from spec_jax.tree import DynamicTree
 from tests.toys import run_cycles, step, text_script
 
 PROMPTS = [[1, 2, 3, 1, 2], [4], [5, 6, 7, 8, 9, 1, 2, 3, 4], [0, 0, 0]]
@@ -44,7 +45,7 @@ def test_match_gives_plain_tokens_for_the_same_seed(hist, plain, kind, length):
         "prompt_lookup": lambda: PromptLookup(length, max_ngram=2),
         "own_draft": lambda: DraftModel(hist, length),
         "other_draft": lambda: DraftModel(testing.HistLM(seed=3, sharpness=1.0), length),
-        "greedy_draft": lambda: DraftModel(hist, length, greedy=True),
+        "greedy_draft": lambda: DraftModel(hist, length, Law.POINT_MASS),
     }[kind]()
     testing.assert_same_tokens(Decoder(hist, proposer, **LEN), plain, PROMPTS, MIXED)
 
@@ -110,12 +111,12 @@ def counts_of(decoder, rows, calls, tokens=TOKENS, **options):
     return counts
 
 
-def p_value(target_table, draft_table, rule, *, length=3, greedy=False, samples=400_000, rows=50_000):
+def p_value(target_table, draft_table, rule, *, tree=3, law=Law.IID, samples=400_000, rows=50_000):
     """chi-square of whole outputs, which take several consecutive cycles, against plain decoding's exact law."""
     target, draft = testing.MarkovLM(target_table), testing.MarkovLM(draft_table)
-    decoder = Decoder(target, DraftModel(draft, length, greedy), rule, max_len=8, prefill_chunk=1)
-    law = testing.plain_law(lambda prefix: target_table[(0, *prefix)[-1]], TOKENS)
-    return testing.chi_square_p(counts_of(decoder, rows, samples // rows), law)
+    decoder = Decoder(target, DraftModel(draft, tree, law), rule, max_len=8, prefill_chunk=1)
+    plain = testing.plain_law(lambda prefix: target_table[(0, *prefix)[-1]], TOKENS)
+    return testing.chi_square_p(counts_of(decoder, rows, samples // rows), plain)
 
 
 @pytest.mark.slow
@@ -127,10 +128,30 @@ def test_chi_square_over_consecutive_cycles(rule, supports):
     assert p_value(p, q, rule) > 1e-4
 
 
+TREES = {"2,2": Tree.branching((2, 2)), "ragged": Tree((-1, 0, 0, 0, 2, 1, 2, 4))}
+TREE_RULES = [verify.Match(), verify.Recursive(), verify.Traversal()]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tree", TREES)
+@pytest.mark.parametrize("law", list(Law))
+@pytest.mark.parametrize("rule", TREE_RULES, ids=lambda rule: rule.name)
+def test_chi_square_of_trees(rule, law, tree):
+    assert p_value(markov(1), markov(2), rule, tree=TREES[tree], law=law, rows=25_000) > 1e-4
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rule", TREE_RULES, ids=lambda rule: rule.name)
+def test_chi_square_of_a_tree_wider_than_the_support_of_the_draft(rule):
+    """Siblings beyond the draft's support are chosen, and judged as chosen."""
+    tree = Tree.branching((3, 1))
+    assert p_value(markov(1), markov(2, "low"), rule, tree=tree, law=Law.WITHOUT_REPLACEMENT, rows=25_000) > 1e-4
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("rule", [verify.Rejection(), verify.Block()], ids=lambda rule: rule.name)
 def test_chi_square_of_an_argmax_draft(rule):
-    assert p_value(markov(1), markov(2), rule, greedy=True) > 1e-4
+    assert p_value(markov(1), markov(2), rule, law=Law.POINT_MASS) > 1e-4
 
 
 @pytest.mark.slow
@@ -182,6 +203,17 @@ def test_chi_square_catches(monkeypatch, bug):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("bug", ["draft and accept share a key", "siblings share a number"])
+def test_chi_square_of_trees_catches(monkeypatch, bug):
+    def one_number(purpose, position, lane):
+        return purpose, position, jnp.zeros_like(lane) if purpose == sampling.Purpose.DRAFT else lane
+
+    planted(monkeypatch, NOISE_BUGS.get(bug, one_number))
+    p = p_value(markov(1), markov(2), verify.Recursive(), tree=TREES["2,2"], law=Law.WITHOUT_REPLACEMENT, rows=25_000)
+    assert p < 1e-6
+
+
+@pytest.mark.slow
 def test_chi_square_catches_block_noise_keyed_by_token_position(monkeypatch):
     """Block verification looks at coins beyond the token it commits; meeting them again next cycle is biased."""
     planted(
@@ -200,15 +232,11 @@ def test_chi_square_catches_a_draft_that_lies_about_its_law():
     """An argmax draft recorded as if it had been sampled from q."""
 
     class Liar(DraftModel):
-        @property
-        def law(self):
-            return DraftModel(self.model, self.length).law
-
         def propose(self, params, kv, context):
-            proposal, kv = DraftModel(self.model, self.length).propose(params, kv, context)
+            proposal, kv = super().propose(params, kv, context)
             argmax = jnp.argmax(proposal.draft_probs_BxNxV, axis=-1)[:, :1].astype(jnp.int32)
             tokens = jnp.concatenate([proposal.tokens_BxN[:, :1], argmax], axis=1)
-            return type(proposal)(tokens, proposal.valid_BxN, proposal.draft_probs_BxNxV, self.tree, self.law), kv
+            return dataclasses.replace(proposal, tokens_BxN=tokens), kv
 
     target = testing.MarkovLM(markov(1))
     decoder = Decoder(target, Liar(testing.MarkovLM(markov(2)), 1), verify.Rejection(), max_len=8, prefill_chunk=1)
@@ -493,6 +521,79 @@ def test_bad_decoders_are_refused(hist):
         Decoder(short, max_len=17)
     with pytest.raises(ContractError, match="needs a target with a tokenizer"):
         Decoder(hist, **LEN).stream([1])
+
+
+@dataclasses.dataclass(frozen=True)
+class RandomTrees(Stateless):
+    """Another random tree for every row and cycle, with random tokens of which about one in `choices` is right."""
+
+    tree: Tree | DynamicTree = DynamicTree(12, 11)
+    choices: int = 5
+
+    law = Law.POINT_MASS
+
+    def propose(self, params, state, context: Context):
+        N = self.tree.size
+
+        def numbers(purpose):
+            lanes = sampling.root_lanes(context.root_position_B, jnp.arange(N)[None, :])
+            return sampling.uniforms(context.rows.seed_Bx2, purpose, *lanes)
+
+        tokens_BxN = (numbers(sampling.Purpose.DRAFT) * self.choices).astype(jnp.int32)
+        tokens_BxN = tokens_BxN.at[:, 0].set(context.root_B)
+        share_BxN = numbers(sampling.Purpose.ACCEPT) * jnp.arange(N, dtype=jnp.float32)[None, :]
+        parents_BxN = share_BxN.astype(jnp.int32).at[:, 0].set(-1)
+        parents_BxN = None if isinstance(self.tree, Tree) else parents_BxN
+        valid_BxN = numbers(sampling.Purpose.RESIDUAL) < 0.9
+        proposal = Proposal(tokens_BxN, valid_BxN.at[:, 0].set(True), None, self.tree, self.law, parents_BxN)
+        # A node below an invalid one is invalid.
+        alive_BxN = jnp.all(jnp.where(proposal.topology.ancestors_BxNxN, proposal.valid_BxN[:, None, :], True), axis=-1)
+        return dataclasses.replace(proposal, valid_BxN=alive_BxN), state
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("make", [testing.HistLM, testing.TinyTransformer], ids=lambda make: make.__name__)
+def test_a_thousand_random_trees_give_plain_tokens(make):
+    """A fresh tree for each row and cycle, rows ragged in prompt, sampling, budget and acceptance."""
+    target, rng, trees = make(vocab_size=5), np.random.default_rng(0), 0
+    plain = Decoder(target, **LEN)
+    decoder = Decoder(testing.Poisoned(target), RandomTrees(), **LEN)
+    while trees < 1000:
+        prompts = [rng.integers(0, 5, rng.integers(1, 20)).tolist() for _ in range(8)]
+        params = [
+            SamplingParams(
+                temperature=float(rng.choice([0.0, 0.7, 1.3])),
+                top_p=float(rng.choice([1.0, 0.8])),
+                seed=int(rng.integers(2**32)),
+                max_new_tokens=int(rng.integers(1, 28)),
+            )
+            for _ in range(8)
+        ]
+        testing.assert_same_tokens(decoder, plain, prompts, params)
+        stats = decoder.generate(prompts, params).stats
+        assert stats.accepted > 0
+        trees += stats.cycles
+
+
+@pytest.mark.parametrize("size", [1, 2, 33, 100])
+def test_static_trees_of_any_shape_give_plain_tokens(size):
+    rng = np.random.default_rng(size)
+    tree = Tree((-1, *(int(rng.integers(max(0, node - 9), node)) for node in range(1, size))))
+    target = testing.HistLM(vocab_size=11)
+    decoder = Decoder(testing.Poisoned(target), RandomTrees(tree), **LEN)
+    testing.assert_same_tokens(decoder, Decoder(target, **LEN), PROMPTS, MIXED)
+
+
+@pytest.mark.parametrize("law", list(Law))
+def test_drafted_trees_give_plain_tokens(hist, plain, law):
+    draft = testing.Poisoned(testing.HistLM(seed=3, sharpness=1.0))
+    decoder = Decoder(hist, DraftModel(draft, Tree((-1, 0, 0, 0, 2, 1, 2, 4)), law), **LEN)
+    testing.assert_same_tokens(decoder, plain, PROMPTS, MIXED)
+    greedy = SamplingParams(temperature=0.0, max_new_tokens=20)
+    for rule in (verify.Recursive(), verify.Traversal()):
+        other = Decoder(hist, DraftModel(draft, Tree((-1, 0, 0, 0, 2, 1, 2, 4)), law), rule, **LEN)
+        testing.assert_same_tokens(other, plain, PROMPTS, greedy)
+        assert other.generate(PROMPTS, greedy).stats.cycles == decoder.generate(PROMPTS, greedy).stats.cycles
 
 
 class Branches(Stateless):

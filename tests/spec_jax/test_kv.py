@@ -9,7 +9,7 @@ def filled(batch=2, capacity=8, length=(2, 5)):
     """A buffer whose row s of batch row b holds 100 b + s."""
     value = 100.0 * np.arange(batch)[:, None] + np.arange(capacity)[None]
     rows = jnp.asarray(np.broadcast_to(value[:, None, :, None], (batch, 1, capacity, 2)), jnp.float32)
-    return KVBuffer((rows, rows), (rows, rows), jnp.asarray(length, jnp.int32))
+    return KVBuffer((rows, rows), (rows, rows), jnp.asarray(length, jnp.int32), jnp.int32(0))
 
 
 def new_rows(batch, count):
@@ -52,3 +52,10 @@ def test_commit_of_nothing_leaves_the_last_slot_alone():
     kv = filled(length=(7, 5)).commit(jnp.array([0, 0], jnp.int32), jnp.array([[0, 3, 6], [0, 6, 6]], jnp.int32))
     np.testing.assert_array_equal(kv.keys[0], filled().keys[0])
     np.testing.assert_array_equal(kv.length_B, [7, 5])
+
+
+def test_later_levels_are_written_behind_the_earlier_ones():
+    kv = filled().with_tail(2).write(0, new_rows(2, 1), new_rows(2, 1))
+    for row, place in enumerate((4, 7)):
+        assert np.flatnonzero(np.asarray(kv.keys[0])[row, 0, :, 0] == -1).tolist() == [place]
+    assert int(kv.commit(jnp.array([1, 1], jnp.int32)).tail) == 0

@@ -5,7 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from spec_jax import ContractError, Decoder, SamplingParams, testing
+from spec_jax import ContractError, Decoder, Law, SamplingParams, Tree, testing
+from spec_jax.growth import Beam
 from spec_jax.propose import Context, DraftModel, PromptLookup, Synthetic
 from spec_jax.sampling import SamplingRows
 from tests.toys import BYTES, ByteTokenizer, run_cycles, step
@@ -62,7 +63,10 @@ def test_prompt_lookup_equals_a_plain_model():
     [
         (lambda: PromptLookup(length=0), "length must be >= 1"),
         (lambda: PromptLookup(max_ngram=0), "min_ngram <= max_ngram"),
-        (lambda: DraftModel(testing.HistLM(), length=0), "length must be >= 1"),
+        (lambda: DraftModel(testing.HistLM(), 0), "no node to draft"),
+        (lambda: DraftModel(testing.HistLM(), Beam(8, 3, 2), Law.IID), "no sample: its law is 'point_mass', got 'iid'"),
+        (lambda: Beam(8, 3, 0), "width must be >= 1"),
+        (lambda: Beam(8, 3, 2, -1.0), "threshold must be >= 0"),
         (lambda: Synthetic([[1]], []), "one probability"),
         (lambda: Synthetic([[1]], [1.5]), "one probability"),
         (lambda: Synthetic([[]], [1.0]), "none of them empty"),
@@ -78,24 +82,54 @@ def test_bad_pick_is_refused():
         PromptLookup(pick="middle")
 
 
+SHAPES = {
+    "chain": (3, Law.IID),
+    "chain of the likeliest": (3, Law.POINT_MASS),
+    "top k": (Tree.branching((2, 2, 2)), Law.POINT_MASS),
+    "independent": (Tree.branching((2, 2, 1)), Law.IID),
+    "without replacement": (Tree((-1, 0, 1, 0, 2, 2, 3, 1)), Law.WITHOUT_REPLACEMENT),
+    "top and sample": (Tree.branching((3, 2, 1)), Law.TOP_AND_SAMPLE),
+    "beam": (Beam(14, 3, 4), Law.POINT_MASS),
+    "beam that stops early": (Beam.opt_tree(10, 4), Law.POINT_MASS),
+}
+
+
+@pytest.fixture(params=SHAPES)
+def shape(request):
+    return SHAPES[request.param]
+
+
 class TestDraftModel:
     prompts = [[1, 2, 3], [4], [5, 6, 7, 8, 9, 1, 2, 3, 4]]
 
-    @pytest.mark.parametrize("greedy", [True, False])
-    def test_a_target_as_its_own_draft_is_accepted_k_of_k(self, greedy):
+    def test_a_target_as_its_own_draft_is_accepted_to_the_last_level(self, shape):
         """The bonus token's row must be there after full acceptance, or the hash of the history changes."""
-        model = testing.Poisoned(testing.HistLM())
-        decoder = Decoder(model, DraftModel(model, 3, greedy), max_len=64, prefill_chunk=4)
-        params = SamplingParams(temperature=0.0, max_new_tokens=29)  # a prompt token's root, then 4 a cycle
-        for result in decoder.generate(self.prompts, params):
-            assert result.stats.cycles == 8 and result.stats.corrections == 0
-            assert result.stats.accepted_histogram[1:] in [(0, 0, 7), (1, 0, 7)]
+        model = testing.Poisoned(testing.HistLM(sharpness=9.0))
+        draft = DraftModel(model, *shape)
+        decoder = Decoder(model, draft, max_len=64, prefill_chunk=4)
+        depth = draft.tree.max_depth
+        budget = 7 * (depth + 1) + 1
+        results = decoder.generate(self.prompts, SamplingParams(temperature=0.0, max_new_tokens=budget))
+        if shape[0] == SHAPES["beam that stops early"][0]:
+            assert results.stats.tokens_per_cycle > 1.5  # how deep it grows is its own choice
+        elif shape[1] != Law.IID and depth == 3 and not isinstance(draft.tree, Beam):
+            for result in results:
+                assert result.stats.cycles == 8 and result.stats.corrections == 0
+                assert result.stats.accepted_histogram[1:] in [(0, 0, 7), (1, 0, 7)]
+        testing.assert_same_tokens(
+            decoder,
+            Decoder(model, max_len=64, prefill_chunk=4),
+            self.prompts,
+            SamplingParams(seed=3, max_new_tokens=30),
+        )
 
-    def test_its_kv_equals_a_fresh_prefill(self):
+    def test_its_kv_equals_a_fresh_prefill(self, shape):
         target, draft = testing.HistLM(seed=1), testing.TinyTransformer(vocab_size=11)
-        decoder = Decoder(target, DraftModel(draft, 3), max_len=64, prefill_chunk=4)
+        decoder = Decoder(target, DraftModel(testing.Poisoned(draft), *shape), max_len=64, prefill_chunk=4)
         state = run_cycles(decoder, self.prompts, [True] * 6)
         assert_draft_rows_fresh(decoder, state, draft)
+        accepted = int(np.asarray(state.counters.accepted_B).sum())
+        assert accepted > 0, "the test needs rows that were moved"
 
     def test_plain_steps_leave_it_up_to_date(self):
         model = testing.HistLM()
@@ -125,7 +159,7 @@ class TestDraftModel:
         draft.tokenizer = target.tokenizer
         draft.max_positions = 4
         with pytest.raises(ContractError, match="4 positions, too few"):
-            Decoder(target, DraftModel(draft, length=3))
+            Decoder(target, DraftModel(draft, 3))
 
 
 def assert_draft_rows_fresh(decoder, state, draft):
@@ -136,7 +170,7 @@ def assert_draft_rows_fresh(decoder, state, draft):
         _, _, fresh = draft.forward(
             draft.params, tokens, jnp.arange(fed)[None, :], draft.init_kv(1, decoder.capacity), None
         )
-        for kept, new in zip(state.proposer.keys + state.proposer.values, fresh.keys + fresh.values, strict=True):
+        for kept, new in zip(state.proposer.kv.keys + state.proposer.kv.values, fresh.keys + fresh.values, strict=True):
             np.testing.assert_allclose(kept[row, :, :fed], new[0, :, :fed], rtol=1e-4, atol=1e-5)
 
 
