@@ -12,8 +12,6 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
-from spec_jax.contract import Law
-from spec_jax.propose.base import Proposal
 from spec_jax.pytree import pytree
 from spec_jax.tree import DynamicTree, pack_words
 
@@ -193,21 +191,3 @@ def keep_best(
     node_BxM = jnp.where(valid_BxM & (parent_BxM >= 0), node_BxM, 0)
     parents_BxN = jnp.pad(node_BxM, ((0, 0), (1, 0)), constant_values=-1)
     return kept_BxM, parents_BxN, jnp.pad(valid_BxM, ((0, 0), (1, 0)), constant_values=True)
-
-
-def prune(proposal: Proposal, values_BxN: Float[Array, "B N"], size: int) -> Proposal:
-    """The proposal cut down to its root and its `size - 1` most valuable nodes.
-
-    Whether a node stays depends on its token, so what is left is no sample of anything: the law becomes a point mass
-    and the draft's probabilities are dropped.
-
-    Args:
-      values_BxN: of each node (the root's is ignored); no node may be worth more than its parent.
-    """
-    parents_BxN = jnp.broadcast_to(proposal.topology.parents_BxN, values_BxN.shape)
-    values_BxM = jnp.where(proposal.valid_BxN, values_BxN, -jnp.inf)[:, 1:]
-    kept_BxM, parents_BxN, valid_BxN = keep_best(values_BxM, jnp.maximum(parents_BxN[:, 1:] - 1, -1), size - 1)
-    tokens_BxM = jnp.take_along_axis(proposal.tokens_BxN[:, 1:], kept_BxM, axis=1, mode="clip")
-    tokens_BxN = jnp.concatenate([proposal.tokens_BxN[:, :1], tokens_BxM], axis=1)
-    tree = DynamicTree(size, min(proposal.tree.max_depth, size - 1))
-    return Proposal(tokens_BxN, valid_BxN, None, tree, Law.POINT_MASS, parents_BxN)

@@ -3,10 +3,11 @@
 import dataclasses
 from typing import Any, Protocol, runtime_checkable
 
-import jax
+import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from spec_jax.contract import Law
+from spec_jax.growth import keep_best
 from spec_jax.pytree import pytree
 from spec_jax.sampling import SamplingRows
 from spec_jax.tree import DynamicTree, Topology, Tree
@@ -40,6 +41,23 @@ class Proposal:
         """Depths and ancestors of the nodes; the leading axis is 1 where all rows share a static tree."""
         return self.tree.topology if self.parents_BxN is None else Topology.of(self.parents_BxN)
 
+    def pruned(self, values_BxN: Float[Array, "B N"], size: int) -> "Proposal":
+        """Cut down to the root and the `size - 1` most valuable nodes.
+
+        Whether a node stays depends on its token, so what is left is no sample of anything: the law becomes a point
+        mass and the draft's probabilities are dropped.
+
+        Args:
+          values_BxN: of each node (the root's is ignored); no node may be worth more than its parent.
+        """
+        parents_BxN = jnp.broadcast_to(self.topology.parents_BxN, values_BxN.shape)
+        values_BxM = jnp.where(self.valid_BxN, values_BxN, -jnp.inf)[:, 1:]
+        kept_BxM, parents_BxN, valid_BxN = keep_best(values_BxM, jnp.maximum(parents_BxN[:, 1:] - 1, -1), size - 1)
+        tokens_BxM = jnp.take_along_axis(self.tokens_BxN[:, 1:], kept_BxM, axis=1, mode="clip")
+        tokens_BxN = jnp.concatenate([self.tokens_BxN[:, :1], tokens_BxM], axis=1)
+        tree = DynamicTree(size, min(self.tree.max_depth, size - 1))
+        return Proposal(tokens_BxN, valid_BxN, None, tree, Law.POINT_MASS, parents_BxN)
+
 
 @pytree
 class Context:
@@ -61,7 +79,7 @@ class Context:
 
     @property
     def root_B(self) -> Int[Array, "B"]:
-        return jax.numpy.take_along_axis(self.tokens_BxS, self.root_position_B[:, None], axis=1)[:, 0]
+        return jnp.take_along_axis(self.tokens_BxS, self.root_position_B[:, None], axis=1)[:, 0]
 
 
 @pytree

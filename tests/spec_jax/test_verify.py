@@ -474,7 +474,7 @@ def test_a_pruned_sample_is_no_sample_any_more():
     drafts = testing.all_drafts(tree, testing.random_laws(3, 0), WOR)[:5]
     proposal = testing.proposal_of(tree, drafts, WOR)
     values = -jnp.broadcast_to(jnp.asarray([0.0, 2.0, 1.0, 4.0, 5.0, 2.0, 3.0])[None], (5, 7))
-    cut = growth.prune(proposal, values, 4)
+    cut = proposal.pruned(values, 4)
     assert cut.law == Law.POINT_MASS and cut.draft_probs_BxNxV is None
     np.testing.assert_array_equal(cut.parents_BxN[0], [-1, 0, 0, 2])
     np.testing.assert_array_equal(cut.tokens_BxN, np.asarray(proposal.tokens_BxN)[:, [0, 1, 2, 5]])
