@@ -4,7 +4,7 @@
     python -m experiments.checks --prompts FILE.jsonl --limit 20 --peer hf
 
 Plain and prompt-lookup decoding in float32 and bfloat16, greedy, one prompt per call, in turns; single steps of the
-model; and compilations. The bounds belong to SmolLM2-135M on two CPU cores that do nothing else, and to prompts like
+model; the bookkeeping of a tree; and compilations. The bounds belong to SmolLM2-135M on two CPU cores that do nothing else, and to prompts like
 GSM8K's, of which lookup can copy: 20 of them take about ten minutes, and about twenty with `--peer hf` (extra [peer]).
 The records, tables and picture of `experiments.bench` are written as well.
 """
@@ -80,6 +80,14 @@ def of_steps(target: Target, dtype: str, many_bound: float) -> list[Check]:
     ]
 
 
+def of_trees(target: Target) -> list[Check]:
+    """Checks on what a tree costs beside its drafting and scoring."""
+    times = measure.bookkeeping_times(target)
+    milliseconds = ", ".join(f"{1e3 * s.median:.1f}" for s in (times.bookkeeping, times.step))
+    cli.note(f"8 rows: the bookkeeping of a tree of 32 nodes and a plain step take {milliseconds} ms")
+    return [Check.at_most("bookkeeping of a tree ÷ plain step, 32 nodes, 8 rows", times.ratio, 0.05)]
+
+
 def table(checks: Sequence[Check]) -> str:
     lines = [(c.what, report.spread(c.measured), c.asked, "met" if c.met else "MISSED") for c in checks]
     return report.table(("figure", "measured: median (range)", "asked", ""), lines)
@@ -113,6 +121,7 @@ def main() -> int:
         for dtype, bound in zip(DTYPES, (2.0, 1.15), strict=True)
         for check in of_steps(load(values.target, dtype=dtype), dtype, bound)
     ]
+    steps += of_trees(load(values.target, dtype="float32"))
     rows, code = bench.run(measured)
     if rows:
         print()

@@ -1,11 +1,16 @@
 """What every program shares: how it starts, how it fails, and the flags that mean the same everywhere."""
 
+import dataclasses
 import sys
 from collections.abc import Callable
-from typing import NoReturn
+from pathlib import Path
+from typing import NoReturn, Self
 
 from absl import app, flags, logging
 
+import models
+import spec_jax as sj
+from experiments import registry
 from models import ModelError
 
 BAD_INPUT = 2
@@ -64,6 +69,84 @@ def define_target(max_len: int) -> None:
         "the model: a name of the zoo, a Hugging Face folder, a .gguf file, or a hub id 'organization/name'",
     )
     flags.DEFINE_integer("max_len", max_len, "most tokens of a text, prompt included")
+
+
+@dataclasses.dataclass(frozen=True)
+class DecoderConfig:
+    """Which decoder; the flags of the same names say more."""
+
+    target: str
+    dtype: str
+    proposer: registry.Spec
+    rule: registry.Spec
+    max_len: int
+
+    @classmethod
+    def from_flags(cls) -> Self:
+        """From the flags of `define_decoder`; raises ValueError for a value that cannot be used."""
+        values = flags.FLAGS
+        return cls(
+            target=values.target,
+            dtype=values.dtype,
+            proposer=registry.parse_proposer(values.proposer, model=values.draft),
+            rule=registry.parse_rule(values.rule),
+            max_len=values.max_len,
+        )
+
+    def build(self) -> sj.Decoder:
+        """Loads the models; raises ValueError where the parts do not belong together."""
+
+        def load(name: str):
+            return models.load(name, self.dtype)
+
+        target = load(self.target)
+        return sj.Decoder(target, proposer=self.proposer.build(load), rule=self.rule.build(), max_len=self.max_len)
+
+
+def define_decoder(max_len: int) -> None:
+    """The flags of a target with one proposer and one rule (see `DecoderConfig`)."""
+    define_target(max_len)
+    flags.DEFINE_enum("dtype", "float32", ["float32", "bfloat16"], "of weights and activations")
+    flags.DEFINE_string("proposer", "prompt_lookup", f"who drafts. {registry.describe()}")
+    flags.DEFINE_string("rule", "match", "which rule commits, see --proposer")
+    flags.DEFINE_string("draft", None, "the draft model of proposer draft_model: anything that --target takes")
+
+
+def define_sampling(max_new_tokens: int) -> None:
+    """The flags of one request (see `sampling_params`)."""
+    flags.DEFINE_float("temperature", 0.0, "0 is greedy")
+    flags.DEFINE_integer("top_k", 0, "keep the k most likely tokens; 0 keeps all")
+    flags.DEFINE_float("top_p", 1.0, "keep the most likely tokens up to this mass")
+    flags.DEFINE_float("min_p", 0.0, "keep tokens at least this many times as likely as the most likely one")
+    flags.DEFINE_integer("seed", None, "the same seed gives the same text; drawn afresh and reported by default")
+    flags.DEFINE_integer("max_new_tokens", max_new_tokens, "most new tokens of each prompt")
+    flags.DEFINE_multi_string("stop", [], "a text before which the output ends; may be given several times")
+    flags.DEFINE_bool("ignore_eos", False, "do not stop at the model's end-of-text tokens")
+
+
+def sampling_params() -> sj.SamplingParams:
+    """From the flags of `define_sampling`; raises ValueError for a value that cannot be used."""
+    values = flags.FLAGS
+    return sj.SamplingParams(
+        temperature=values.temperature,
+        top_k=values.top_k,
+        top_p=values.top_p,
+        min_p=values.min_p,
+        seed=values.seed,
+        max_new_tokens=values.max_new_tokens,
+        stop=tuple(values.stop),
+        ignore_eos=values.ignore_eos,
+    )
+
+
+def output_file(flag: str) -> Path | None:
+    """The file to write that a flag names, or None; raises ValueError where its folder does not exist."""
+    if not flags.FLAGS[flag].value:
+        return None
+    path = Path(flags.FLAGS[flag].value)
+    if not path.absolute().parent.is_dir():
+        raise ValueError(f"the folder of --{flag} {path} does not exist")
+    return path
 
 
 def define_prompts(max_new_tokens: int) -> None:

@@ -18,45 +18,29 @@ from typing import Any
 
 from absl import flags
 
-import models
 import spec_jax as sj
-from experiments import cli, registry
+from experiments import cli
 
 
 @dataclasses.dataclass(frozen=True)
 class Config:
     """What to generate; the flags of the same names say more."""
 
-    target: str
-    dtype: str
-    proposer: registry.Spec
-    rule: registry.Spec
+    decoder: cli.DecoderConfig
     prompts: tuple[str, ...]
     raw: bool
-    max_len: int
     params: sj.SamplingParams
     stream: bool
     json: Path | None
 
 
 def define_flags() -> None:
-    cli.define_target(max_len=1024)
-    flags.DEFINE_enum("dtype", "float32", ["float32", "bfloat16"], "of weights and activations")
-    flags.DEFINE_string("proposer", "prompt_lookup", f"who drafts. {registry.describe()}")
-    flags.DEFINE_string("rule", "match", "which rule commits, see --proposer")
-    flags.DEFINE_string("draft", None, "the draft model of proposer draft_model: anything that --target takes")
+    cli.define_decoder(max_len=1024)
     flags.DEFINE_multi_string("prompt", [], "a prompt; give it several times for several texts")
     flags.DEFINE_string("prompt_file", None, "a text file that is one prompt")
     flags.DEFINE_bool("chat", False, "put the prompt into the model's chat format: what happens unless --raw is given")
     flags.DEFINE_bool("raw", False, "continue the prompt as it stands")
-    flags.DEFINE_float("temperature", 0.0, "0 is greedy")
-    flags.DEFINE_integer("top_k", 0, "keep the k most likely tokens; 0 keeps all")
-    flags.DEFINE_float("top_p", 1.0, "keep the most likely tokens up to this mass")
-    flags.DEFINE_float("min_p", 0.0, "keep tokens at least this many times as likely as the most likely one")
-    flags.DEFINE_integer("seed", None, "the same seed gives the same text; drawn afresh and reported by default")
-    flags.DEFINE_integer("max_new_tokens", 128, "most new tokens of each prompt")
-    flags.DEFINE_multi_string("stop", [], "a text before which the output ends; may be given several times")
-    flags.DEFINE_bool("ignore_eos", False, "do not stop at the model's end-of-text tokens")
+    cli.define_sampling(max_new_tokens=128)
     flags.DEFINE_bool("stream", False, "show the text as it is committed (one prompt)")
     flags.DEFINE_string("json", None, "write the results to this file, one JSON line each")
 
@@ -74,25 +58,12 @@ def config_from_flags() -> Config:
     if values.stream and (len(prompts) > 1 or values.json):
         raise ValueError("--stream shows the text of one prompt; leave out the others, and --json")
     return Config(
-        target=values.target,
-        dtype=values.dtype,
-        proposer=registry.parse_proposer(values.proposer, model=values.draft),
-        rule=registry.parse_rule(values.rule),
+        decoder=cli.DecoderConfig.from_flags(),
         prompts=tuple(prompts),
         raw=values.raw,
-        max_len=values.max_len,
-        params=sj.SamplingParams(
-            temperature=values.temperature,
-            top_k=values.top_k,
-            top_p=values.top_p,
-            min_p=values.min_p,
-            seed=values.seed,
-            max_new_tokens=values.max_new_tokens,
-            stop=tuple(values.stop),
-            ignore_eos=values.ignore_eos,
-        ),
+        params=cli.sampling_params(),
         stream=values.stream,
-        json=Path(values.json) if values.json else None,
+        json=cli.output_file("json"),
     )
 
 
@@ -102,19 +73,11 @@ def run(config: Config) -> None:
     Raises:
       ValueError: something given cannot be used; nothing has been generated then.
     """
-    if config.json is not None and not config.json.absolute().parent.is_dir():
-        raise ValueError(f"the folder of --json {config.json} does not exist")
-
     for number, prompt in enumerate(config.prompts):
         if not prompt.strip():
             raise ValueError(f"prompt {number} is empty: give a text to answer or to continue")
-
-    def load(name: str):
-        return models.load(name, config.dtype)
-
-    target = load(config.target)
-    decoder = sj.Decoder(target, proposer=config.proposer.build(load), rule=config.rule.build(), max_len=config.max_len)
-    prompts = list(config.prompts) if config.raw else [target.chat(prompt) for prompt in config.prompts]
+    decoder = config.decoder.build()
+    prompts = list(config.prompts) if config.raw else [decoder.target.chat(prompt) for prompt in config.prompts]
     if config.stream:
         params = config.params
         if params.seed is None:

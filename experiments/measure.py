@@ -14,12 +14,14 @@ from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
-from spec_jax import Decoder, SamplingParams, Stats, cycle, decode
+from spec_jax import Beam, Decoder, Law, SamplingParams, Stats, cycle, decode, growth
 from spec_jax.cycle import DecodeState, Params, Plan
 from spec_jax.kv import KVBuffer
 from spec_jax.propose import Context, Proposal
 from spec_jax.target import Target
+from spec_jax.verify import Match
 
 
 @dataclasses.dataclass(frozen=True)
@@ -253,6 +255,83 @@ def step_times(
         **{name: Spread.of(values) for name, values in times.items()},
         cycle_to_one=paired_ratio(times["cycle"], times["one"]),
         many_to_one=paired_ratio(times["many"], times["one"]),
+    )
+
+
+# --- Bookkeeping of trees -----------------------------------------------------------------------------------------
+
+
+@functools.partial(jax.jit, static_argnames=("beam", "law"), donate_argnames="kv")
+def _bookkeeping(
+    beam: Beam,
+    law: Law,
+    values_BxC: jax.Array,
+    parents_BxC: jax.Array,
+    tokens_BxC: jax.Array,
+    drawn_BxN: jax.Array,
+    kv: KVBuffer,
+) -> tuple[jax.Array, KVBuffer]:
+    """All that a cycle does for a tree beside drafting and scoring it: build, mask, walk and commit."""
+    kept_BxM, parents_BxN, valid_BxN = growth.keep_best(values_BxC, parents_BxC, beam.size - 1)
+    tokens_BxN = jnp.pad(jnp.take_along_axis(tokens_BxC, kept_BxM, axis=1), ((0, 0), (1, 0)))
+    proposal = Proposal(tokens_BxN, valid_BxN, None, beam, law, parents_BxN)
+    mask_BxNxS = kv.visible(beam.size, proposal.topology.words_BxNxW)
+    made = Match().walk(proposal, drawn_BxN)
+    length_B = kv.length_B
+    return mask_BxNxS, kv.commit(made.num_accepted_B + 1, made.path_BxP).with_length(length_B)
+
+
+BOOKKEPT = Beam(32, 6, 8)
+
+
+@dataclasses.dataclass(frozen=True)
+class BookkeepingTimes:
+    """Seconds of the bookkeeping of a grown tree and of a plain step of the model, in turns, and their ratio."""
+
+    bookkeeping: Spread
+    step: Spread
+    ratio: Spread
+
+
+def bookkeeping_times(
+    target: Target,
+    batch: int = 8,
+    beam: Beam = BOOKKEPT,
+    in_buffer: int = 200,
+    max_len: int = 512,
+    repeats: int = 30,
+) -> BookkeepingTimes:
+    """Times what a tree costs beside its drafting and scoring, for random values and draws that accept a part."""
+    rng, C = np.random.default_rng(0), beam.num_candidates
+    # Candidates as a beam makes them: every level hangs from `width` nodes of the one before.
+    parents_C, values_C = np.full(C, -1, np.int32), -rng.random(C).astype(np.float32)
+    for first in range(beam.width, C, beam.width**2):
+        above = np.arange(max(first - beam.width**2, 0), first)
+        parents_C[first : first + beam.width**2] = np.repeat(rng.choice(above, beam.width, replace=False), beam.width)
+    for candidate in range(beam.width, C):
+        values_C[candidate] += values_C[parents_C[candidate]]
+
+    def rows(array):
+        return jnp.broadcast_to(jnp.asarray(array)[None], (batch, *array.shape))
+
+    tree = rows(values_C), rows(parents_C), rows(rng.integers(0, 3, C, dtype=np.int32))
+    drawn_BxN = jnp.asarray(rng.integers(0, 3, (batch, beam.size), dtype=np.int32))
+    empty = target.init_kv(batch, max_len + beam.size).with_length(jnp.full((batch,), in_buffer, jnp.int32))
+    held = {"bookkeeping": empty, "step": jax.tree.map(jnp.copy, empty)}
+    tokens_Bx1 = jnp.ones((batch, 1), jnp.int32)
+
+    def keep_books():
+        mask, held["bookkeeping"] = _bookkeeping(beam, Law.POINT_MASS, *tree, drawn_BxN, held["bookkeeping"])
+        return mask, held["bookkeeping"]
+
+    def step():
+        logits, held["step"] = _forward(target, target.params, tokens_Bx1, held["step"])
+        return logits, held["step"]
+
+    times = interleaved({"bookkeeping": keep_books, "step": step}, repeats)
+    return BookkeepingTimes(
+        **{name: Spread.of(values) for name, values in times.items()},
+        ratio=paired_ratio(times["bookkeeping"], times["step"]),
     )
 
 

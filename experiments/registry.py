@@ -126,7 +126,7 @@ def _is_tree(annotation: Any) -> bool:
 def _option_help(parameter: inspect.Parameter) -> str:
     if parameter.annotation is Target:
         return f"{parameter.name}=PATH"
-    if parameter.default is inspect.Parameter.empty:
+    if parameter.default in (inspect.Parameter.empty, ()):
         return f"{parameter.name}=A/B/..."
     return f"{parameter.name}={_text(parameter.default)}"
 
@@ -178,7 +178,8 @@ def _convert(value: Any, annotation: Any, name: str) -> Any:
             raise ValueError(f"{name} must be one of {', '.join(choices)}, got {value!r}")
         return value
     if annotation in (Sequence[float], Sequence[int]):
-        return tuple(_convert(part, *typing.get_args(annotation), name) for part in value.split("/"))
+        parts = value.split("/") if value else []
+        return tuple(_convert(part, *typing.get_args(annotation), name) for part in parts)
     if isinstance(annotation, type) and issubclass(annotation, enum.Enum):
         if value not in list(annotation):
             raise ValueError(f"{name} must be one of {', '.join(annotation)}, got {value!r}")

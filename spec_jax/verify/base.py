@@ -114,13 +114,17 @@ class CoinRule(abc.ABC):
         root_position_B: Int[Array, "B"],
     ) -> Acceptance:
         verdict = self.judge(proposal, sampling.law(logits_BxNxV, rows))
-        node_1xN = jnp.arange(proposal.tree.size)[None, :]
-        u_BxN = sampling.uniforms(rows.seed_Bx2, Purpose.ACCEPT, *sampling.root_lanes(root_position_B, node_1xN))
         # Strictly below: a coin of probability 0 never passes, even for a uniform of exactly 0.
-        node_B = self.select(proposal, u_BxN < verdict.coins_BxN)
+        passed_BxN = self.toss(proposal, rows, root_position_B) < verdict.coins_BxN
+        node_B = self.select(proposal, passed_BxN)
         weights_Bx1xV = jnp.take_along_axis(verdict.weights_BxNxV, node_B[:, None, None], axis=1)
         u_Bx1 = sampling.uniforms(rows.seed_Bx2, Purpose.RESIDUAL, root_position_B[:, None])
         return Acceptance.at(proposal, node_B, sampling.inverse_cdf(weights_Bx1xV, u_Bx1)[:, 0])
+
+    def toss(self, proposal: Proposal, rows: SamplingRows, root_position_B: Int[Array, "B"]) -> Float[Array, "B N"]:
+        """The uniform of every node; its coin passes where this is below the coin's probability."""
+        node_1xN = jnp.arange(proposal.tree.size)[None, :]
+        return sampling.uniforms(rows.seed_Bx2, Purpose.ACCEPT, *sampling.root_lanes(root_position_B, node_1xN))
 
 
 def deepest(proposal: Proposal, passed_BxN: Bool[Array, "B N"]) -> Int[Array, "B"]:

@@ -4,7 +4,7 @@ import dataclasses
 from typing import ClassVar
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from spec_jax import sampling
 from spec_jax.contract import Law, Shapes
@@ -40,14 +40,26 @@ class Match:
         rows: SamplingRows,
         root_position_B: Int[Array, "B"],
     ) -> Acceptance:
-        depth_BxN = proposal.topology.depth_BxN
-        position_BxN = root_position_B[:, None] + depth_BxN + 1
-        drawn_BxN = sampling.sample(logits_BxNxV, rows, sampling.uniforms(rows.seed_Bx2, Purpose.MATCH, position_BxN))
-        return self.walk(proposal, drawn_BxN)
+        return self.walk(proposal, self.draw(proposal, logits_BxNxV, rows, root_position_B))
+
+    def draw(
+        self,
+        proposal: Proposal,
+        logits_BxNxV: Float[Array, "B N V"],
+        rows: SamplingRows,
+        root_position_B: Int[Array, "B"],
+    ) -> Int[Array, "B N"]:
+        """The token that the target draws behind every node."""
+        position_BxN = root_position_B[:, None] + proposal.topology.depth_BxN + 1
+        return sampling.sample(logits_BxNxV, rows, sampling.uniforms(rows.seed_Bx2, Purpose.MATCH, position_BxN))
+
+    def agrees(self, proposal: Proposal, drawn_BxN: Int[Array, "B N"]) -> Bool[Array, "B N"]:
+        """Which nodes are valid and hold the target's draw behind their parent; the root's is meaningless."""
+        parent_BxN = jnp.broadcast_to(jnp.maximum(proposal.topology.parents_BxN, 0), drawn_BxN.shape)
+        drawn_there_BxN = jnp.take_along_axis(drawn_BxN, parent_BxN, axis=1)
+        return (proposal.tokens_BxN == drawn_there_BxN) & proposal.valid_BxN
 
     def walk(self, proposal: Proposal, drawn_BxN: Int[Array, "B N"]) -> Acceptance:
         """The acceptance, given the target's draw behind every node."""
-        parent_BxN = jnp.broadcast_to(jnp.maximum(proposal.topology.parents_BxN, 0), drawn_BxN.shape)
-        agrees_BxN = proposal.tokens_BxN == jnp.take_along_axis(drawn_BxN, parent_BxN, axis=1)
-        node_B = deepest(proposal, agrees_BxN & proposal.valid_BxN)
+        node_B = deepest(proposal, self.agrees(proposal, drawn_BxN))
         return Acceptance.at(proposal, node_B, jnp.take_along_axis(drawn_BxN, node_B[:, None], axis=1)[:, 0])

@@ -91,6 +91,11 @@ def test_single_steps(toy):
     assert 0.0 < steps.one.median and 0.0 < steps.many_to_one.low <= steps.many_to_one.high
 
 
+def test_bookkeeping_accepts_a_part_and_keeps_the_buffer(toy):
+    times = measure.bookkeeping_times(toy, batch=2, beam=sj.Beam(6, 3, 2), in_buffer=5, max_len=32, repeats=3)
+    assert 0.0 < times.bookkeeping.median and 0.0 < times.ratio.low <= times.ratio.high
+
+
 def test_memory_is_that_of_the_buffers(toy):
     decoder = sj.Decoder(toy, max_len=64, prefill_chunk=8)
     # Keys and values of one float32 in 72 rows, a length a row, and the length of the tail.

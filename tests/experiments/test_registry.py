@@ -14,12 +14,20 @@ def test_options():
     spec = registry.parse_proposer("prompt_lookup:length=7,pick=leftmost,max_ngram=4")
     assert spec.build() == propose.PromptLookup(length=7, max_ngram=4, pick="leftmost")
     assert spec.label == "prompt_lookup:length=7,max_ngram=4,pick=leftmost"
+    spec = registry.parse_proposer("prompt_lookup:length=7,branches=4/2")
+    assert (
+        spec.build() == propose.PromptLookup(7, branches=(4, 2)) and spec.label == "prompt_lookup:length=7,branches=4/2"
+    )
+    assert registry.parse_proposer(str(spec)) == spec
     assert registry.parse_rule("typical:epsilon=0.2").build() == verify.Typical(epsilon=0.2)
 
 
 def test_equal_settings_are_equal_however_they_are_written():
     assert registry.parse_proposer("prompt_lookup:length=5") == registry.parse_proposer("prompt_lookup")
-    assert str(registry.parse_proposer("prompt_lookup")) == "prompt_lookup:length=5,max_ngram=3,min_ngram=1,pick=recent"
+    assert (
+        str(registry.parse_proposer("prompt_lookup"))
+        == "prompt_lookup:length=5,max_ngram=3,min_ngram=1,pick=recent,branches="
+    )
     assert registry.parse_proposer("prompt_lookup", length=9) == registry.parse_proposer("prompt_lookup:length=9")
 
 
@@ -46,7 +54,7 @@ def test_synthetic_gets_its_references_from_the_program():
     ("text", "message"),
     [
         ("nope", "no proposer is named 'nope'; choose from plain, prompt_lookup"),
-        ("prompt_lookup:long=3", "has no option 'long'; it has length, max_ngram, min_ngram, pick"),
+        ("prompt_lookup:long=3", "has no option 'long'; it has length, max_ngram, min_ngram, pick, branches"),
         ("plain:length=3", "has no option 'length'; it has no options"),
         ("prompt_lookup:length", "'length' is not of the form OPTION=VALUE"),
         ("prompt_lookup:length=3,length=4", "option 'length' is given twice"),

@@ -39,10 +39,11 @@ def plain(hist):
 
 @pytest.mark.smoke
 @pytest.mark.parametrize("length", [1, 2, 5])
-@pytest.mark.parametrize("kind", ["prompt_lookup", "own_draft", "other_draft", "greedy_draft"])
+@pytest.mark.parametrize("kind", ["prompt_lookup", "branching_lookup", "own_draft", "other_draft", "greedy_draft"])
 def test_match_gives_plain_tokens_for_the_same_seed(hist, plain, kind, length):
     proposer = {
         "prompt_lookup": lambda: PromptLookup(length, max_ngram=2),
+        "branching_lookup": lambda: PromptLookup(length, max_ngram=2, branches=(2, 1)),
         "own_draft": lambda: DraftModel(hist, length),
         "other_draft": lambda: DraftModel(testing.HistLM(seed=3, sharpness=1.0), length),
         "greedy_draft": lambda: DraftModel(hist, length, Law.POINT_MASS),

@@ -58,10 +58,37 @@ def test_prompt_lookup_equals_a_plain_model():
         assert got == [model(text, 4, 3, pick) for text in texts]
 
 
+def test_prompt_lookup_branches():
+    """Other occurrences draft beside the first, each with a first token of its own; the text's end cuts them."""
+    rng = np.random.default_rng(1)
+
+    def model(text, lengths, max_ngram, min_ngram, pick):
+        drafts, begun = [], set()
+        for n in range(min(max_ngram, len(text) - 1), min_ngram - 1, -1):
+            ends = [j for j in range(n - 1, len(text) - 1) if text[j - n + 1 : j + 1] == text[-n:]]
+            for end in reversed(ends) if pick == "recent" else ends:
+                if text[end + 1] not in begun and len(drafts) < len(lengths):
+                    begun.add(text[end + 1])
+                    drafts.append(text[end + 1 : end + 1 + lengths[len(drafts)]])
+        return drafts + [[]] * (len(lengths) - len(drafts))
+
+    texts = [rng.integers(0, 3, rng.integers(1, 17)).tolist() for _ in range(100)]
+    for pick, min_ngram in (("recent", 1), ("leftmost", 2)):
+        proposer = PromptLookup(3, 3, min_ngram, pick, branches=[2, 1])
+        assert proposer.tree == Tree((-1, 0, 1, 2, 0, 4, 0))
+        proposal, _ = jax.jit(lambda context, p=proposer: p.propose(None, None, context))(context_of(texts))
+        for text, tokens, valid in zip(
+            texts, np.asarray(proposal.tokens_BxN), np.asarray(proposal.valid_BxN), strict=True
+        ):
+            got = [tokens[1:][place][valid[1:][place]].tolist() for place in (slice(0, 3), slice(3, 5), slice(5, 6))]
+            assert got == model(text, (3, 2, 1), 3, min_ngram, pick)
+
+
 @pytest.mark.parametrize(
     ("make", "message"),
     [
         (lambda: PromptLookup(length=0), "length must be >= 1"),
+        (lambda: PromptLookup(branches=(2, 0)), "a branch must have a length >= 1"),
         (lambda: PromptLookup(max_ngram=0), "min_ngram <= max_ngram"),
         (lambda: DraftModel(testing.HistLM(), 0), "no node to draft"),
         (lambda: DraftModel(testing.HistLM(), Beam(8, 3, 2), Law.IID), "no sample: its law is 'point_mass', got 'iid'"),
