@@ -33,7 +33,7 @@ import spec_jax as sj
 from experiments import cli, exactness, machine, measure, plots, prompts, registry, report
 from experiments.measure import Timed
 from experiments.peer import Peer
-from experiments.records import OURS, Call, Cycle, Ledger, Speed, Variant, call_key, cycle_key
+from experiments.records import OURS, Call, Cycle, Ledger, Shape, Speed, Variant, call_key, cycle_key
 from experiments.registry import Spec
 from spec_jax.target import Target
 
@@ -293,7 +293,8 @@ class Bench:
         decoder = runner.decoder(group, functools.partial(self._plain_tokens, dtype, group))
         plain = self.plain[dtype].decoder(group, list)
         times = measure.cycle_times(decoder, plain, group.tokens, self.config.params)
-        return Cycle(id, runner.variant, times, measure.memory(decoder, len(group.tokens)))
+        shape = Shape.of(decoder.plan.proposer.tree)
+        return Cycle(id, runner.variant, times, measure.memory(decoder, len(group.tokens)), shape)
 
     def _facts(self, id: str) -> dict[str, Any]:
         config = self.config

@@ -118,6 +118,11 @@ class Cycle:
     def num_accepted(self) -> int:
         return sum(node.fate == Fate.ACCEPTED for node in self.nodes)
 
+    @property
+    def behind(self) -> str:
+        """Where in the text the cycle stands, in a line."""
+        return f"behind {'…' + self.before!r}"
+
     def children(self, number: int) -> list[Node]:
         return [node for node in self.nodes if node.parent == number]
 
@@ -254,7 +259,7 @@ def _judge(plan: Plan, facts: Mapping[str, np.ndarray], path: list[int], name: C
         if above.fate == Fate.REJECTED or above.reason == _BELOW_REJECTED:
             return Fate.PASSED_OVER, _BELOW_REJECTED
         if facts["passed"][n]:
-            return Fate.PASSED_OVER, "passed, but a path as deep was kept"
+            return Fate.PASSED_OVER, "passed, but another path was kept"
         if isinstance(rule, Match):
             return Fate.REJECTED, f"the target drew {name(int(facts['drawn'][parents[n]])).text} here"
         return Fate.REJECTED, "not typical"

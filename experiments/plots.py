@@ -45,12 +45,12 @@ def _acceptance(axes: Axes, rows: Sequence[Row]) -> None:
         survival = (1.0, *row.stats.survival)
         label = f"{row.name}: {row.stats.tokens_per_cycle:.2f} tokens per cycle"
         axes.plot(range(len(survival)), survival, marker="o", label=label)
-    axes.set_xlabel("drafted token (0: the one that every cycle gives)")
+    axes.set_xlabel("depth of the drafted token (0: the one that every cycle gives)")
     axes.set_ylabel("share of cycles that accept it")
     axes.set_ylim(0, 1.04)
     axes.xaxis.get_major_locator().set_params(integer=True)
     axes.grid(alpha=0.3)
-    axes.set_title("Acceptance by position")
+    axes.set_title("Acceptance by depth")
     if rows:
         axes.legend(fontsize="small")
 

@@ -6,8 +6,11 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Self
 
+import numpy as np
+
 from experiments.measure import CycleTimes, Memory, Spread, Timed
 from spec_jax import Stats
+from spec_jax.tree import DynamicTree, Tree
 
 OURS = "spec_jax"
 
@@ -110,13 +113,49 @@ def call_key(settings: str, variant: Variant, digest: str, repeat: int) -> tuple
 
 
 @dataclasses.dataclass(frozen=True)
+class Shape:
+    """What a proposer's tree looks like.
+
+    Attributes:
+      nodes: with the root: scored in a cycle in which the proposer does not abstain.
+      depth: of the deepest node.
+      levels: nodes at depth 1, 2, ...; None where the tree is grown from data.
+    """
+
+    nodes: int
+    depth: int
+    levels: tuple[int, ...] | None
+
+    @classmethod
+    def of(cls, tree: Tree | DynamicTree) -> Self:
+        levels = np.bincount(tree.depth_N)[1:] if isinstance(tree, Tree) else None
+        return cls(tree.size, tree.max_depth, None if levels is None else tuple(levels.tolist()))
+
+    @classmethod
+    def from_json(cls, row: Mapping[str, Any]) -> Self:
+        return cls(row["nodes"], row["depth"], None if row["levels"] is None else tuple(row["levels"]))
+
+    def __str__(self) -> str:
+        if self.levels is None:
+            return "grown"
+        if self.nodes == self.depth + 1:
+            return "chain" if self.depth else "root"
+        return " ".join(map(str, self.levels))
+
+
+@dataclasses.dataclass(frozen=True)
 class Cycle:
-    """Where the time of a variant's cycle goes, and what its buffers take."""
+    """Where the time of a variant's cycle goes, and what its buffers take.
+
+    Attributes:
+      shape: of the tree that was timed; None in records from before trees, when all proposals were chains.
+    """
 
     settings: str
     variant: Variant
     times: CycleTimes
     memory: Memory
+    shape: Shape | None = None
 
     @property
     def key(self) -> tuple:
@@ -129,6 +168,7 @@ class Cycle:
             variant=Variant(**row["variant"]),
             times=CycleTimes(**{name: Spread(**spread) for name, spread in row["times"].items()}),
             memory=Memory(**row["memory"]),
+            shape=None if row.get("shape") is None else Shape.from_json(row["shape"]),
         )
 
 

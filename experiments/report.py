@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from experiments.measure import Spread, paired_ratio
-from experiments.records import Call, Cycle, Speed, Variant
+from experiments.records import Call, Cycle, Shape, Speed, Variant
 from spec_jax import Stats, metrics
 
 _MIB = 2.0**20
@@ -62,6 +62,16 @@ class Row:
     def decode_tokens_per_s(self) -> Spread:
         return Spread.of(self.decode_by_repeat)
 
+    @property
+    def shape(self) -> Shape | None:
+        """The tree of the proposer; None where it is not known. A cycle recorded without one was that of a chain."""
+        if self.cycle is None:
+            return None
+        if self.cycle.shape is not None or self.stats is None:
+            return self.cycle.shape
+        depth = len(self.stats.accepted_histogram) - 1
+        return Shape(depth + 1, depth, (1,) * depth)
+
     def ratio_to(self, other: "Row") -> Spread:
         """Tokens per second of whole calls against another variant, of the same repeats."""
         return paired_ratio(self.by_repeat, other.by_repeat)
@@ -71,15 +81,14 @@ class Row:
         """S = E[Y] t_1 / (t_propose + t_verify + t_reconcile), with the measured tokens per cycle.
 
         Where a proposer abstained, the root alone was verified, at the price of a plain cycle; how often tells the
-        number of nodes verified. (Chains: a tree of as many nodes as the histogram has entries.)
+        number of nodes verified, since every other cycle verified the whole tree that was timed.
         """
         if self.cycle is None or self.stats is None:
             return None
         propose, verify, reconcile, plain = (
             getattr(self.cycle.times, name).median for name in ("propose", "verify", "reconcile", "plain")
         )
-        drafted_nodes = max(len(self.stats.accepted_histogram) - 1, 1)
-        full = (self.stats.verified / self.stats.cycles - 1) / drafted_nodes
+        full = (self.stats.verified / max(self.stats.cycles, 1) - 1) / max(self.shape.nodes - 1, 1)
         verify = full * verify + (1 - full) * (plain - reconcile)
         return metrics.predicted_speedup(self.stats.tokens_per_cycle, plain, propose, verify, reconcile)
 
@@ -168,10 +177,17 @@ def markdown(rows: Sequence[Row], heading: str) -> str:
     known = [row for row in rows if row.stats is not None]
     parts += [
         "**Acceptance**, per cycle and row. Correction: the token after a rejection; bonus: the token after the "
-        "last drafted one. Survival: share of cycles in which drafted token 1, 2, ... was accepted; conditional: "
-        "of those in which the one before was.",
+        "last drafted one. Survival: share of cycles in which a drafted token at depth 1, 2, ... was accepted; "
+        "conditional: of those in which the one above was.",
         _acceptance(known),
     ]
+    if shaped := [row for row in known if row.shape is not None and not row.variant.is_plain]:
+        parts += [
+            "**By tree.** Tree: how many nodes it has at depth 1, 2, ... (a chain has one each, a grown tree what the "
+            "scores say); its nodes, root included, and its depth. Per cycle: nodes scored (the root alone where the "
+            "proposer abstained), drafted and accepted, and tokens (tau). ÷ plain: speed of whole calls, by wall time.",
+            _by_tree(shaped),
+        ]
     timed = [row for row in rows if row.cycle is not None]
     parts += [
         "**Time of a cycle**, ms: stages of a full proposal as programs of their own, their sum, the cycle inside the "
@@ -273,6 +289,30 @@ def _acceptance(rows: Sequence[Row]) -> str:
             )
         )
     return table(header, lines, left=2)
+
+
+def _by_tree(rows: Sequence[Row]) -> str:
+    header = (
+        "variant", "dtype", "tree", "nodes", "depth", "scored", "drafted", "accepted", "accepted/drafted", "tau",
+        "÷ plain",
+    )  # fmt: skip
+    lines = []
+    for row in rows:
+        s, cycles = row.stats, max(row.stats.cycles, 1)
+        lines.append(
+            (
+                row.variant.label,
+                row.variant.dtype,
+                str(row.shape),
+                str(row.shape.nodes),
+                str(row.shape.depth),
+                *(f"{count / cycles:.2f}" for count in (s.verified, s.drafted, s.accepted)),
+                f"{s.accepted / s.drafted:.2f}" if s.drafted else "",
+                f"{s.tokens_per_cycle:.2f}",
+                spread(row.speedup),
+            )
+        )
+    return table(header, lines, left=3)
 
 
 def _shares(values: Sequence[float]) -> str:

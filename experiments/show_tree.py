@@ -99,7 +99,9 @@ def heading(config: Config, cycle: Cycle) -> str:
     """What is shown, in a line."""
     params, decoder = config.params, config.decoder
     how = "greedy" if params.temperature == 0.0 else f"temperature {params.temperature:g}, seed {params.seed}"
-    return f"cycle {cycle.number}, {decoder.proposer.label} ({cycle.law}), rule {decoder.rule.label}, {how}"
+    label = decoder.proposer.label
+    law = "" if cycle.law in label else f" ({cycle.law})"
+    return f"cycle {cycle.number}, {label}{law}, rule {decoder.rule.label}, {how}"
 
 
 def summary(cycle: Cycle) -> str:
@@ -160,7 +162,7 @@ def run(config: Config) -> None:
     prompt = config.prompt if config.raw else decoder.target.chat(config.prompt)
     cycle = nth_cycle(decoder, prompt, config.params, config.cycle)
     print(heading(config, cycle))
-    print(f"behind {'…' + cycle.before!r}\n")
+    print(f"{cycle.behind}\n")
     print(as_text(cycle))
     print(f"\n{summary(cycle)}")
     if config.json is not None:

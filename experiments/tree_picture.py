@@ -35,8 +35,9 @@ def draw(cycle: Cycle, heading: str, summary: str) -> Figure:
     width = max(tree_width, 7.5)
     characters = int(width * 13.5)
     above = textwrap.fill(_printable(heading), characters)
-    below = textwrap.fill(_printable(summary), characters)
-    top = 0.3 + 0.18 * (above.count("\n") + 1)
+    behind = textwrap.shorten(_printable(cycle.behind), int(1.2 * characters), placeholder="…'")
+    below = textwrap.fill(_printable(summary), int(1.2 * characters))
+    top = 0.45 + 0.18 * (above.count("\n") + 1)
     bottom = 0.55 + 0.16 * (below.count("\n") + 1)
     height = rows * step_y + top + bottom
     figure = Figure(figsize=(width, height), dpi=150)
@@ -56,7 +57,8 @@ def draw(cycle: Cycle, heading: str, summary: str) -> Figure:
     if cycle.extra is not None:
         p = "" if cycle.extra.target_prob is None else f"target {share(cycle.extra.target_prob)}"
         _box(axes, corner(_EXTRA), _EXTRA, cycle.extra.token.text, p, f"{cycle.extra.kind} token")
-    axes.text(0.15, 0.15, above, fontsize=8.5, va="top", weight="bold", parse_math=False)
+    axes.text(0.15, 0.13, above, fontsize=8.5, va="top", weight="bold", parse_math=False)
+    axes.text(0.15, top - 0.06, behind, fontsize=7.5, va="bottom", parse_math=False)
     axes.text(0.15, height - 0.1, below, fontsize=7.5, va="bottom", parse_math=False)
     present = {node.fate for node in cycle.nodes} - {Fate.ROOT} | ({_EXTRA} if cycle.extra else set())
     handles = [
@@ -128,9 +130,11 @@ def _box(axes: Axes, corner: tuple[float, float], kind, text: str, numbers: str,
     style = {"ha": "center", "va": "center", "zorder": 4, "parse_math": False}
     text = _printable(text)
     text = text if len(text) <= 20 else text[:18] + "…" + text[-1]
-    axes.text(middle, y + 0.15, text, fontsize=8.5, family="monospace", color=color, **style)
-    axes.text(middle, y + 0.33, numbers, fontsize=5.8, color="#444444", **style)
-    axes.text(middle, y + 0.49, reason, fontsize=5.8, style="italic", color=edge if strong else "#444444", **style)
+    axes.text(middle, y + (0.15 if numbers else 0.2), text, fontsize=8.5, family="monospace", color=color, **style)
+    axes.text(middle, y + 0.33, numbers, fontsize=6, color="#444444", **style)
+    reason_y, reason_color = y + (0.49 if numbers else 0.42), edge if strong else "#444444"
+    size = 6 * min(1.0, 33 / max(len(reason), 1))  # A long reason is set smaller: it must stay in its box.
+    axes.text(middle, reason_y, reason, fontsize=size, style="italic", color=reason_color, **style)
 
 
 def _small_print(node: Node) -> str:
@@ -140,7 +144,7 @@ def _small_print(node: Node) -> str:
 
 def _reason(node: Node) -> str:
     reason = _printable(node.reason)
-    return reason if len(reason) <= 40 else reason[:39] + "…"
+    return reason if len(reason) <= 44 else reason[:43] + "…"
 
 
 def _printable(text: str) -> str:

@@ -1,6 +1,7 @@
 """A tiny target that reads and writes bytes, as the programs expect a model."""
 
 import pytest
+from absl import flags
 
 import spec_jax as sj
 from experiments import bench, prompts, registry
@@ -35,3 +36,12 @@ def make_bench(toy, tmp_path):
         return bench.Bench(config, chosen, tmp_path, lambda name, dtype: toy, resume)
 
     return make
+
+
+@pytest.fixture(scope="module")
+def define_flags():
+    """Defines the flags of a program for the tests of a module, and takes them away again for the next one."""
+    before = set(flags.FLAGS)
+    yield lambda program: program.define_flags()
+    for name in set(flags.FLAGS) - before:
+        delattr(flags.FLAGS, name)

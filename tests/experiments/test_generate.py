@@ -10,8 +10,8 @@ from tests.experiments.test_programs import run_program
 
 
 @pytest.fixture(scope="module")
-def defined_flags():
-    generate.define_flags()
+def defined_flags(define_flags):
+    define_flags(generate)
 
 
 @pytest.fixture

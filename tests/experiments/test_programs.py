@@ -14,7 +14,7 @@ def run_program(name, *arguments):
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
 
 
-@pytest.mark.parametrize("name", ["generate", "bench", "checks", "quickstart"])
+@pytest.mark.parametrize("name", ["generate", "bench", "checks", "quickstart", "show_tree"])
 def test_help_gives_the_command_and_the_flags(name):
     text = run_program(name, "--help").stdout
     assert f"python -m experiments.{name}" in text
@@ -32,6 +32,7 @@ def test_help_gives_the_command_and_the_flags(name):
         (["bench", "--prompts=/no/such/file"], "no file of prompts at /no/such/file"),
         (["bench", "--peer=hf", "--temperature=1"], "the peer decodes single prompts, greedily"),
         (["checks", "--limit=0"], "limit"),
+        (["show_tree", "--cycle=0"], "cycle"),
         (["quickstart", "--target=no-such-model"], "'no-such-model' is no model"),
     ],
 )

@@ -3,8 +3,9 @@ import json
 import pytest
 
 from experiments.measure import CycleTimes, Memory, Spread
-from experiments.records import Call, Cycle, Ledger, Speed, Variant
-from spec_jax import Stats
+from experiments.records import Call, Cycle, Ledger, Shape, Speed, Variant
+from spec_jax import Stats, Tree
+from spec_jax.growth import Beam
 
 PLAIN = Variant("spec_jax", "plain", "match", "float32", "plain")
 STATS = Stats(10, 30, 40, 12, 6, 4, (4, 3, 2, 1))
@@ -30,9 +31,9 @@ def call(repeat=0, variant=PLAIN, **changes):
     return Call(**values | changes)
 
 
-def cycle():
+def cycle(shape=None):
     spread = Spread(2.0, 1.0, 3.0)
-    return Cycle("s", PLAIN, CycleTimes(spread, spread, spread, spread), Memory(10, 20))
+    return Cycle("s", PLAIN, CycleTimes(spread, spread, spread, spread), Memory(10, 20), shape)
 
 
 def test_what_is_written_is_read_back(tmp_path):
@@ -42,6 +43,21 @@ def test_what_is_written_is_read_back(tmp_path):
     assert [ledger[record.key] for record in records] == records
     assert call(2).key not in ledger
     assert call(variant=Variant("spec_jax", "plain", "match", "bfloat16", "plain")).key not in ledger
+
+
+@pytest.mark.parametrize("tree", [Tree.branching((3, 2)), Beam(8, 3, 3)])
+def test_shapes_are_read_back(tmp_path, tree):
+    record = cycle(Shape.of(tree))
+    Ledger(tmp_path / "a.jsonl").append([record])
+    assert Ledger(tmp_path / "a.jsonl")[record.key] == record
+
+
+def test_cycles_recorded_before_there_were_shapes_are_read(tmp_path):
+    Ledger(tmp_path / "a.jsonl").append([cycle()])
+    row = json.loads((tmp_path / "a.jsonl").read_text())
+    assert row.pop("shape") is None
+    (tmp_path / "a.jsonl").write_text(json.dumps(row) + "\n")
+    assert Ledger(tmp_path / "a.jsonl")[cycle().key] == cycle()
 
 
 def test_a_line_cut_off_is_dropped_and_written_over(tmp_path):

@@ -2,7 +2,9 @@ import pytest
 
 from experiments import checks, plots, report
 from experiments.measure import CycleTimes, Memory, Spread
-from experiments.records import Cycle, Speed, Variant
+from experiments.records import Cycle, Shape, Speed, Variant
+from spec_jax import Stats, Tree
+from spec_jax.growth import Beam
 from tests.experiments.test_records import PLAIN, STATS, call
 
 LOOKUP = Variant("spec_jax", "prompt_lookup:length=3", "match", "float32", "prompt_lookup:length=3")
@@ -13,9 +15,9 @@ def exact(seconds):
     return Spread(seconds, seconds, seconds)
 
 
-def cycle_of(variant, propose, verify, reconcile, plain):
+def cycle_of(variant, propose, verify, reconcile, plain, shape=None):
     times = CycleTimes(exact(propose), exact(verify), exact(reconcile), exact(plain))
-    return Cycle("s", variant, times, Memory(3 * 2**20, 2**20))
+    return Cycle("s", variant, times, Memory(3 * 2**20, 2**20), shape)
 
 
 def lookup_call(repeat, seconds, base_seconds, **changes):
@@ -53,6 +55,45 @@ def test_prediction_is_tokens_per_cycle_over_the_cost_of_a_cycle(rows):
     assert rows[2].predicted is None
 
 
+TREE = Variant("spec_jax", "draft_model:model=d,tree=3x2", "recursive", "float32", "draft_model:tree=3x2")
+
+
+def tree_rows(verified, shape):
+    """10 cycles of a tree of 10 nodes and depth 2, of which 90 nodes are drafted at most."""
+    stats = Stats(10, 60, verified, 12, 6, 4, (3, 2, 5))
+    speed, plain = Speed(22, 1.0, 22, 0.5), Speed(22, 2.0, 22, 1.0)
+    calls = [call(speed=plain, baseline=plain), call(0, TREE, speed=speed, baseline=plain, stats=stats)]
+    return report.rows(calls, [cycle_of(PLAIN, 0.0, 0.01, 0.0, 0.01), cycle_of(TREE, 0.002, 0.02, 0.004, 0.01, shape)])
+
+
+@pytest.mark.parametrize(("verified", "full"), [(100, 1.0), (10, 0.0), (55, 0.5)])
+def test_prediction_for_a_tree_knows_its_nodes_from_its_depth(verified, full):
+    _, row = tree_rows(verified, Shape.of(Tree.branching((3, 2))))
+    assert row.predicted == pytest.approx(2.2 * 0.01 / (0.002 + full * 0.024 + (1 - full) * 0.01))
+
+
+def test_trees_of_different_shape_stand_in_one_table():
+    text = report.markdown(tree_rows(100, Shape.of(Tree.branching((3, 2)))), "")
+    table = text[text.index("**By tree.**") :].splitlines()
+    (line,) = (line for line in table[: table.index("", 2)] if "float32" in line)
+    assert [c.strip() for c in line.split("|")[1:-1]] == [
+        "draft_model:tree=3x2", "float32", "3 6", "10", "2", "10.00", "6.00", "1.20", "0.20", "2.20", "2.00",
+    ]  # fmt: skip
+
+
+def test_shapes_have_names():
+    assert str(Shape.of(Tree.chain(3))) == "chain" and str(Shape.of(Tree.chain(0))) == "root"
+    assert str(Shape.of(Tree((-1, 0, 0, 1, 3)))) == "2 1 1"
+    grown = Shape.of(Beam(60, 6, 10))
+    assert (str(grown), grown.nodes, grown.depth) == ("grown", 60, 6)
+
+
+def test_a_cycle_recorded_without_a_shape_was_that_of_a_chain(rows):
+    assert rows[1].cycle.shape is None and rows[1].shape == Shape.of(Tree.chain(3))
+    assert rows[0].shape.nodes == 4  # The plain row of these made-up records has the same counts.
+    assert rows[2].shape is None
+
+
 def test_a_batch_tells_nothing_about_passes_of_the_loop():
     (row,) = report.rows([call(prompts=["p", "q"], categories=["c", "c"], tokens=[[1], [2]])], [])
     assert row.loop_cycle_s is None and row.prompts == 2
@@ -69,7 +110,11 @@ def test_tables(rows):
     assert [c.strip() for c in acceptance.split("|")[3:-1]] == [
         "2.20", "3.00", "4.00", "1.20", "0.60", "0.40", "0.45", ".60 .30 .10", ".60 .50 .33",
     ]  # fmt: skip
-    time = [line for line in text.splitlines() if line.startswith("| prompt_lookup")][2]
+    by_tree = [line for line in text.splitlines() if line.startswith("| prompt_lookup")][2]
+    assert [c.strip() for c in by_tree.split("|")[3:-1]] == [
+        "chain", "4", "3", "4.00", "3.00", "1.20", "0.40", "2.20", "1.50 (1.00-2.00)",
+    ]  # fmt: skip
+    time = [line for line in text.splitlines() if line.startswith("| prompt_lookup")][3]
     assert [c.strip() for c in time.split("|")[3:-1]] == ["1.0", "15.0", "4.0", "20.0", "125.0", "10.0", "3.0", "1.0"]
     assert "By category" not in text and "Outputs that differ" not in text
 
