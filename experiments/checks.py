@@ -4,8 +4,9 @@
     python -m experiments.checks --prompts FILE.jsonl --limit 20 --peer hf
 
 Plain and prompt-lookup decoding in float32 and bfloat16, greedy, one prompt per call, in turns; single steps of the
-model; the bookkeeping of a tree; and compilations. The bounds belong to SmolLM2-135M on two CPU cores that do nothing else, and to prompts like
-GSM8K's, of which lookup can copy: 20 of them take about ten minutes, and about twenty with `--peer hf` (extra [peer]).
+model; the bookkeeping of a tree; and compilations. The bounds belong to SmolLM2-135M on two CPU cores that do nothing
+else, and to prompts like GSM8K's, of which lookup can copy: 20 of them take about ten minutes, and about twenty with
+`--peer hf` (extra [peer]).
 The records, tables and picture of `experiments.bench` are written as well.
 """
 

@@ -40,16 +40,17 @@ def test_the_interface_as_documented(smollm2):
     assert text == decoder.generate(["Once upon a time"], sampled)[0].text
 
 
-@pytest.mark.parametrize("length", [1, 4, 7])
-def test_greedy_text_is_plain_greedy_text(smollm2, plain, prompts, length):
+@pytest.mark.parametrize("branches", [(), (4, 2, 2)], ids=["chain", "tree"])
+def test_greedy_text_is_plain_greedy_text(smollm2, plain, prompts, branches):
     """In float32 a difference is allowed only at a top-2 gap below 1e-4, and reported."""
     expected = plain.generate(prompts, GREEDY)
-    results = sj.Decoder(smollm2, sj.propose.PromptLookup(length), max_len=256).generate(prompts, GREEDY)
+    proposer = sj.propose.PromptLookup(7, branches=branches)
+    results = sj.Decoder(smollm2, proposer, max_len=256).generate(prompts, GREEDY)
     assert results.stats.accepted > 20
     for prompt, ours, theirs in zip(prompts, results, expected, strict=True):
         difference = exactness.compare(prompt, theirs.tokens, ours.tokens, "float32", plain)
         if difference is not None:
-            print(f"length {length}: {difference}")
+            print(f"{proposer}: {difference}")
             assert difference.near_tie, difference
 
 
@@ -65,11 +66,18 @@ def test_sampled_text_is_plain_text_for_the_same_seed(smollm2, plain, prompts):
     sj.testing.assert_same_tokens(sj.Decoder(smollm2, sj.propose.PromptLookup(4), max_len=256), plain, prompts, params)
 
 
-def test_as_its_own_draft_everything_is_accepted(smollm2):
-    prompt = smollm2.chat(PROMPTS[1])
-    decoder = sj.Decoder(smollm2, sj.propose.DraftModel(smollm2, 3), sj.verify.Rejection(), max_len=256)
-    stats = decoder.generate([prompt], sj.SamplingParams(temperature=0.0, max_new_tokens=24)).stats
-    assert stats.corrections == 0 and stats.cycles == 6
+@pytest.mark.parametrize(
+    "draft",
+    # Of the tree the path to the last level is nodes 1, 4, 5: it lies scattered in the buffers of target and draft.
+    [(3, sj.Law.IID), (sj.Tree((-1, 0, 0, 2, 1, 4)), sj.Law.WITHOUT_REPLACEMENT)],
+    ids=["chain", "tree"],
+)
+def test_as_its_own_draft_everything_is_accepted(smollm2, plain, draft):
+    prompt, params = smollm2.chat(PROMPTS[1]), sj.SamplingParams(temperature=0.0, max_new_tokens=24)
+    decoder = sj.Decoder(smollm2, sj.propose.DraftModel(smollm2, *draft), sj.verify.Recursive(), max_len=256)
+    (result,) = decoder.generate([prompt], params)
+    assert result.stats.corrections == 0 and result.stats.cycles == 6
+    assert result.tokens == plain.generate([prompt], params)[0].tokens
 
 
 def test_stop_strings_cut_text_and_tokens(smollm2):
