@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
 from spec_jax.pytree import pytree
-from spec_jax.tree import DynamicTree, pack_words
+from spec_jax.tree import MAX_NODES, DynamicTree, pack_words
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,8 +34,8 @@ class Beam(DynamicTree):
 
     def __post_init__(self):
         super().__post_init__()
-        if self.width < 1:
-            raise ValueError(f"width must be >= 1, got {self.width}")
+        if not 1 <= self.width <= MAX_NODES:
+            raise ValueError(f"width must be between 1 and {MAX_NODES}, got {self.width}")
         if self.threshold is not None and not self.threshold >= 0.0:
             raise ValueError(f"threshold must be >= 0 or None, got {self.threshold}")
 
@@ -178,6 +178,7 @@ def keep_best(
     missing = max(num_kept - values_BxC.shape[1], 0)  # top_k refuses more places than there are candidates
     values_BxC = jnp.pad(values_BxC, ((0, 0), (0, missing)), constant_values=-jnp.inf)
     parents_BxC = jnp.pad(parents_BxC, ((0, 0), (0, missing)), constant_values=-1)
+    values_BxC = jnp.where(values_BxC == 0.0, 0.0, values_BxC)  # top_k takes -0.0 for less than 0.0
     B, C = values_BxC.shape
     best_BxM, index_BxM = jax.lax.top_k(values_BxC, num_kept)
     # top_k returns real-looking places for candidates that do not exist: they go to the end.

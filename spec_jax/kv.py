@@ -25,7 +25,7 @@ class KVBuffer:
     Attributes:
       length_B: committed positions.
       tail: positions behind them that earlier passes of the same cycle wrote and the next one may see (a draft model
-        scores a tree level by level); 0 between cycles.
+        scores a tree level by level); `with_length` and `commit` forget them.
     """
 
     keys: tuple[Float[Array, "B K S D"], ...]

@@ -174,9 +174,6 @@ def parse(text: str) -> Tree | Beam:
     *kind, rest = text.split(":")
     if kind == ["paths"] and re.fullmatch(r"\d+([./]\d+)*", rest):
         paths = {tuple(map(int, path.split("."))) for path in rest.split("/")}
-        missing = {(*path[:-1], path[-1] - 1) for path in paths if path[-1]} - paths
-        if missing:
-            raise ValueError(f"{text!r} skips ranks: the elder siblings {sorted(missing)} are not in the list")
         return Tree.from_paths(paths)
     if re.fullmatch(r"\d+(x\d+)*", rest):
         match kind, [int(number) for number in rest.split("x")]:

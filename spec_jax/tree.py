@@ -6,6 +6,7 @@ a node are in the order of their numbers, which for a sampled tree is the order 
 
 import dataclasses
 import functools
+import operator
 from collections.abc import Iterable, Sequence
 
 import jax.numpy as jnp
@@ -25,18 +26,26 @@ class Tree:
       ValueError: the parents are not one tree of at most 128 nodes.
     """
 
-    parents: tuple[int, ...]
+    parents: Sequence[int]
 
     def __post_init__(self):
-        parents = self.parents
+        try:
+            parents = tuple(map(operator.index, self.parents))
+        except TypeError:
+            raise ValueError(f"parents must be whole numbers, one a node, got {self.parents!r}") from None
+        object.__setattr__(self, "parents", parents)
         if not parents or parents[0] != -1:
             raise ValueError(f"node 0 must be the root with parent -1, got parents={parents}")
         check_size(len(parents))
         for node, parent in enumerate(parents[1:], start=1):
-            if not 0 <= parent < node:
+            if parent == -1:
+                raise ValueError(f"node {node} has parent -1 and is a second root: only node 0 has no parent")
+            if not 0 <= parent < len(parents):
+                raise ValueError(f"node {node} is an orphan: its parent {parent} is none of the {len(parents)} nodes")
+            if parent >= node:
                 raise ValueError(
-                    f"node {node} has parent {parent}: a parent must be an earlier node (0..{node - 1}), "
-                    "otherwise the nodes hold a cycle, an orphan or a second root"
+                    f"node {node} has parent {parent}: a parent must be an earlier node (0..{node - 1}), which also "
+                    "keeps the nodes from forming a cycle"
                 )
 
     @classmethod
@@ -44,6 +53,7 @@ class Tree:
         """The root and `length` drafted tokens in a row; `length` 0 is plain decoding."""
         if length < 0:
             raise ValueError(f"a chain has length >= 0, got {length}")
+        check_size(length + 1)
         return cls(tuple(range(-1, length)))
 
     @classmethod
@@ -61,8 +71,9 @@ class Tree:
     def from_paths(cls, paths: Iterable[Sequence[int]]) -> "Tree":
         """A tree from paths of child ranks, as published for Medusa and EAGLE: `[[0], [1], [0, 0]]`.
 
-        Nodes are ordered by depth, then by path. Every prefix of a path must be given too.
+        Nodes are ordered by depth, then by path. Every prefix and every elder sibling of a path must be given too.
         """
+        paths = [tuple(map(operator.index, path)) for path in paths]
         ordered = sorted({tuple(path) for path in paths}, key=lambda path: (len(path), path))
         index = {(): 0} | {path: i for i, path in enumerate(ordered, start=1)}
         if ordered and not ordered[0]:
@@ -70,6 +81,11 @@ class Tree:
         missing = sorted({path[:-1] for path in ordered} - index.keys())
         if missing:
             raise ValueError(f"paths without a parent: their prefixes {missing} are not in the list")
+        skipped = sorted({(*path[:-1], path[-1] - 1) for path in ordered if path[-1]} - index.keys())
+        if skipped:
+            raise ValueError(
+                f"ranks begin at 0 and must not be skipped: the elder siblings {skipped} are not in the list"
+            )
         return cls((-1, *(index[path[:-1]] for path in ordered)))
 
     @property

@@ -21,7 +21,7 @@ class Proposal:
       tokens_BxN: node 0 is the root (the last committed token), the others are drafted.
       valid_BxN: which nodes were drafted. The root is valid, and a valid node's parent is valid. Invalid nodes are
         scored like the others and never accepted. For a sampled law, whether a node is valid must not depend on its
-        own token or on anything drawn after it.
+        own token or on anything drawn after it, and an invalid sibling drawn without replacement keeps its token.
       draft_probs_BxNxV: row n is the law from which the children of node n were drawn (float32); None for a point
         mass. Rows of leaves are ignored.
       tree, law: static.

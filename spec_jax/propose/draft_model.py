@@ -64,6 +64,11 @@ class DraftModel:
     def __post_init__(self):
         if isinstance(self.tree, int):
             object.__setattr__(self, "tree", Tree.chain(self.tree))
+        if not isinstance(self.tree, Tree | Beam):
+            raise ValueError(f"tree must be a Tree, a Beam or the length of a chain, got {self.tree!r}")
+        if self.law not in list(Law):
+            raise ValueError(f"law must be one of {', '.join(Law)}, got {self.law!r}")
+        object.__setattr__(self, "law", Law(self.law))
         if self.tree.size < 2:
             raise ValueError("the tree has no node to draft; without a proposer decoding is plain")
         if isinstance(self.tree, Beam) and self.law != Law.POINT_MASS:

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from spec_jax.contract import Law
 from spec_jax.propose.base import Context, Proposal, Stateless
-from spec_jax.tree import Tree
+from spec_jax.tree import Tree, check_size
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,6 +45,7 @@ class PromptLookup(Stateless):
             raise ValueError(f"length must be >= 1, got {self.length}; without a proposer decoding is plain")
         if any(length < 1 for length in self.branches):
             raise ValueError(f"a branch must have a length >= 1, got branches={self.branches}")
+        check_size(1 + self.length + sum(self.branches))
         if not 1 <= self.min_ngram <= self.max_ngram:
             raise ValueError(
                 f"need 1 <= min_ngram <= max_ngram, got min_ngram={self.min_ngram}, max_ngram={self.max_ngram}"

@@ -132,4 +132,6 @@ def deepest(proposal: Proposal, passed_BxN: Bool[Array, "B N"]) -> Int[Array, "B
     topology = proposal.topology
     passed_BxN = passed_BxN.at[:, 0].set(True)
     reached_BxN = jnp.all(jnp.where(topology.ancestors_BxNxN, passed_BxN[:, None, :], True), axis=-1)
+    # What lies deeper than the tree was declared to be has no place on the path.
+    reached_BxN &= topology.depth_BxN <= proposal.tree.max_depth
     return jnp.argmax(jnp.where(reached_BxN, topology.depth_BxN, -1), axis=-1).astype(jnp.int32)

@@ -54,8 +54,10 @@ def judge_siblings(proposal: Proposal, p_BxNxV: Float[Array, "B N V"], bottom_up
         coin_BxN = coin_BxN.at[:, nodes].set(jnp.where(valid_BxM, accept_BxM, 0.0))
         if bottom_up:
             rest_BxM = sum_BxM + 1.0 - weight_BxM
-            # 0/0: so far everything is accepted for sure.
-            after_BxM = jnp.where(rest_BxM > 0.0, sum_BxM / jnp.where(rest_BxM > 0.0, rest_BxM, 1.0), 1.0)
+            # 0/0: so far everything is accepted for sure. Behind a node whose p is not a number nothing is decided: the
+            # node keeps the weight it came with, and the row fails only if that node is the last one accepted.
+            after_BxM = jnp.where(rest_BxM > 0.0, sum_BxM / jnp.where(rest_BxM > 0.0, rest_BxM, 1.0), weight_BxM)
+            after_BxM = jnp.where(rest_BxM == 0.0, 1.0, after_BxM)
             weight_BxN = weight_BxN.at[:, parents].set(jnp.where(valid_BxM, jnp.minimum(after_BxM, 1.0), weight_BxM))
             weight_BxN = weight_BxN.at[:, nodes].set(coin_BxN[:, nodes])
         if proposal.law == Law.WITHOUT_REPLACEMENT:

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from spec_jax import ContractError, Decoder, Law, SamplingParams, Tree, testing
+from spec_jax import ContractError, Decoder, DynamicTree, Law, SamplingParams, Tree, testing
 from spec_jax.growth import Beam
 from spec_jax.propose import Context, DraftModel, PromptLookup, Synthetic
 from spec_jax.sampling import SamplingRows
@@ -92,7 +92,9 @@ def test_prompt_lookup_branches():
         (lambda: PromptLookup(max_ngram=0), "min_ngram <= max_ngram"),
         (lambda: DraftModel(testing.HistLM(), 0), "no node to draft"),
         (lambda: DraftModel(testing.HistLM(), Beam(8, 3, 2), Law.IID), "no sample: its law is 'point_mass', got 'iid'"),
-        (lambda: Beam(8, 3, 0), "width must be >= 1"),
+        (lambda: Beam(8, 3, 0), "width must be between 1 and 128"),
+        (lambda: DraftModel(testing.HistLM(), 10**9), "between 1 and 128 nodes"),
+        (lambda: PromptLookup(100, branches=(60,)), "between 1 and 128 nodes"),
         (lambda: Beam(8, 3, 2, -1.0), "threshold must be >= 0"),
         (lambda: Synthetic([[1]], []), "one probability"),
         (lambda: Synthetic([[1]], [1.5]), "one probability"),
@@ -104,9 +106,16 @@ def test_bad_settings_are_refused(make, message):
         make()
 
 
-def test_bad_pick_is_refused():
-    with pytest.raises(Exception, match="pick"):
-        PromptLookup(pick="middle")
+def test_values_of_another_type_are_refused():
+    """By the constructors' own checks, or here by those of the annotations."""
+    for make, name in [
+        (lambda: PromptLookup(pick="middle"), "pick"),
+        (lambda: DraftModel(testing.HistLM(), "3x2"), "tree"),
+        (lambda: DraftModel(testing.HistLM(), DynamicTree(5, 2), Law.POINT_MASS), "tree"),
+        (lambda: DraftModel(testing.HistLM(), 3, "nope"), "law"),
+    ]:
+        with pytest.raises(Exception, match=name):
+            make()
 
 
 SHAPES = {
@@ -158,9 +167,10 @@ class TestDraftModel:
         accepted = int(np.asarray(state.counters.accepted_B).sum())
         assert accepted > 0, "the test needs rows that were moved"
 
-    def test_plain_steps_leave_it_up_to_date(self):
+    @pytest.mark.parametrize("shape", [SHAPES["chain"], SHAPES["top k"]], ids=["chain", "tree"])
+    def test_plain_steps_leave_it_up_to_date(self, shape):
         model = testing.HistLM()
-        decoder = Decoder(model, DraftModel(model, 3), max_len=64, prefill_chunk=4)
+        decoder = Decoder(model, DraftModel(model, *shape), max_len=64, prefill_chunk=4)
         state = run_cycles(decoder, self.prompts, [True] * 5 + [False] * 5)
         before = np.asarray(state.counters.accepted_B)
         state = step(decoder, state, True)
@@ -174,6 +184,16 @@ class TestDraftModel:
         testing.assert_same_tokens(decoder, plain, self.prompts, GREEDY)
         stats = decoder.generate([[1, 2, 3]], GREEDY).stats
         assert stats.accepted >= 9 and stats.accepted_histogram[0] >= 14
+        for tree in (3, Tree.branching((2, 2)), Beam(8, 3, 3)):
+            decoder = Decoder(target, DraftModel(draft, tree, Law.POINT_MASS), max_len=48, prefill_chunk=4)
+            assert decoder.generate([[1, 2, 3] * 6], GREEDY).stats.drafted == 0
+
+    def test_a_beam_has_room_for_its_scratch(self):
+        target, beam = testing.HistLM(), Beam(4, 3, 8)
+        decoder = Decoder(target, DraftModel(target, beam, Law.POINT_MASS), max_len=16, prefill_chunk=1)
+        state = decoder.start(decoder.request([[1]], GREEDY))
+        assert state.proposer.kv.capacity >= decoder.max_len + beam.num_expanded
+        testing.assert_same_tokens(decoder, Decoder(target, max_len=16, prefill_chunk=1), self.prompts, GREEDY)
 
     def test_foreign_drafts_are_refused(self):
         target = testing.HistLM()

@@ -76,6 +76,8 @@ def test_trees_as_data_say_what_static_trees_say():
         ((-1, 1), "cycle"),
         ((-1, 2, 1), "earlier node"),
         ((-1, 0, -1), "second root"),
+        ((-1, 0, 7), "orphan"),
+        ((-1, 0, -2), "orphan"),
         ((-1, *range(128)), "between 1 and 128"),
     ],
 )
@@ -89,6 +91,10 @@ def test_paths_without_their_prefix_are_refused():
         Tree.from_paths([[0], [1, 0]])
     with pytest.raises(ValueError, match="implicit"):
         Tree.from_paths([[], [0]])
+    for paths in ([[0], [5]], [[-1]]):
+        with pytest.raises(ValueError, match="must not be skipped"):
+            Tree.from_paths(paths)
+    assert Tree([-1, 0]) == Tree.chain(1) and Tree([-1, 0]).is_chain
 
 
 @pytest.mark.parametrize(("size", "depth"), [(0, 0), (129, 3), (4, 0), (4, 4)])

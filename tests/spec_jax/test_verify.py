@@ -11,7 +11,7 @@ import pytest
 from spec_jax import ContractError, Law, SamplingParams, contract, growth, sampling, testing, verify
 from spec_jax.propose import DraftModel, PromptLookup, Proposal
 from spec_jax.sampling import SamplingRows
-from spec_jax.tree import Tree
+from spec_jax.tree import DynamicTree, Tree
 from spec_jax.verify import siblings
 
 SUPPORTS = [("full", "full"), ("low", "high"), ("even", "odd"), ("full", "low")]
@@ -93,7 +93,7 @@ def test_equal_laws_accept_everything(rule, tree):
 @pytest.mark.parametrize("law", [Law.IID, Law.WITHOUT_REPLACEMENT, Law.POINT_MASS])
 @pytest.mark.parametrize("rule", TREE_RULES, ids=named)
 def test_invalid_nodes(rule, law):
-    """Whatever stands in an invalid node, in a chain or a tree, the law stays and the node is never accepted."""
+    """Whatever stands in an invalid node without younger siblings, the law stays and the node is never accepted."""
     p, q = laws(("full", "full"))
     for tree, invalid in [(Tree.chain(3), {2, 3}), (Tree.chain(3), {1, 2, 3}), (TREES["2,2"], {2, 5, 6})]:
         valid = tuple(n not in invalid for n in range(tree.size))
@@ -274,6 +274,31 @@ def top_two(q):
     return [testing.Draft((0, *best), (tuple(q(())), (0.0,) * 4, (0.0,) * 4), 1.0)]
 
 
+def invalid_where(tree, drafts, is_bad):
+    """Drafts in which a node that `is_bad` finds, and everything below it, is marked as not drafted."""
+    marked = []
+    for draft in drafts:
+        valid = [True] * tree.size
+        for node in range(1, tree.size):
+            valid[node] = valid[tree.parents[node]] and not is_bad(draft, node)
+        marked.append(dataclasses.replace(draft, valid=tuple(valid)))
+    return marked
+
+
+def drafted_chance(tree, draft, node):
+    """The draft's probability of a node's token behind its parent."""
+    return draft.laws[tree.parents[node]][draft.tokens[node]]
+
+
+def not_among_the_best(tree, draft, node, num_kept=3):
+    """Whether a node is outside the tree's most likely ones by the product along its path."""
+    values = [1.0]
+    for n in range(1, tree.size):
+        values.append(values[tree.parents[n]] * drafted_chance(tree, draft, n))
+    return node not in sorted(range(1, tree.size), key=lambda n: -values[n])[:num_kept]
+
+
+FOUR = Tree.branching((2, 2))
 TWO, ONE = Tree.branching((2,)), Tree.chain(1)
 WOR = Law.WITHOUT_REPLACEMENT
 PLANTED_DRAFTS = {
@@ -287,6 +312,25 @@ PLANTED_DRAFTS = {
     "top k as if sampled": lambda q: (TWO, top_two(q), WOR),
     "independent draws judged as without replacement": lambda q: (TWO, testing.all_drafts(TWO, q, Law.IID), WOR),
     "draws without replacement judged as independent": lambda q: (TWO, testing.all_drafts(TWO, q, WOR), Law.IID),
+    "duplicates skipped without touching q": lambda q: (
+        TWO,
+        invalid_where(TWO, testing.all_drafts(TWO, q, Law.IID), lambda d, n: n == 2 and d.tokens[1] == d.tokens[2]),
+        Law.IID,
+    ),
+    "unlikely tokens dropped": lambda q: (
+        Tree.chain(2),
+        invalid_where(
+            Tree.chain(2),
+            testing.all_drafts(Tree.chain(2), q, Law.IID),
+            lambda d, n: drafted_chance(Tree.chain(2), d, n) < 0.3,
+        ),
+        Law.IID,
+    ),
+    "the best nodes of a tree by path": lambda q: (
+        FOUR,
+        invalid_where(FOUR, testing.all_drafts(FOUR, q, WOR), lambda d, n: not_among_the_best(FOUR, d, n)),
+        WOR,
+    ),
     "a chosen sibling judged as drawn": lambda q: (TWO, testing.all_drafts(TWO, q, Law.TOP_AND_SAMPLE), Law.IID),
 }
 
@@ -308,23 +352,43 @@ def test_siblings_without_replacement_need_q_renormalised(monkeypatch):
     p, q = lambda _: np.array([0.4, 0.3, 0.2, 0.1]), lambda _: np.array([0.1, 0.2, 0.3, 0.4])
     drafts = testing.all_drafts(TWO, q, WOR)
     assert distance(verify.Recursive(), p, TWO, drafts, WOR) < EXACT
-    monkeypatch.setattr(siblings, "slot_law", lambda law, rank, q_BxMxV, one_hot: q_BxMxV)
-    jax.clear_caches()
-    emitted, _ = testing.cycle_law(verify.Recursive(), p, TWO, drafts, WOR)
+    with monkeypatch.context() as patch:
+        patch.setattr(siblings, "slot_law", lambda law, rank, q_BxMxV, one_hot: q_BxMxV)
+        jax.clear_caches()
+        emitted, _ = testing.cycle_law(verify.Recursive(), p, TWO, drafts, WOR)
+    jax.clear_caches()  # nothing may find the planted program again
     first = [sum(mass for tokens, mass in emitted.items() if tokens[0] == token) for token in range(4)]
     np.testing.assert_allclose(first, [0.3566, 0.3434, 0.2, 0.1], atol=1e-4)
 
 
-def test_a_sample_for_every_path_is_biased():
-    """Candidates ab, ac, ad, ef with P(a) = P(e) = .5: a draw a path and the longest match gives a .875, a draw a
-    node .5."""
+def test_one_sample_for_all_candidates_of_a_node():
+    """Candidates ab, ac, ad, ef with P(a) = P(e) = .5: one draw a node gives a .5 (a draw a path gave .875)."""
     p = lambda prefix: np.array([0.5, 0.5]) if not prefix else np.array([1.0, 0.0])  # noqa: E731
-    per_path = np.mean([any(draws[:3]) or not draws[3] for draws in itertools.product([True, False], repeat=4)])
-    assert per_path > 0.8
-    tree = Tree.branching((4,))
     drafts = [testing.Draft((0, 0, 0, 0, 1), ((0.0, 0.0),) * 5, 1.0)]
-    emitted, _ = testing.cycle_law(verify.Match(), p, tree, drafts, Law.POINT_MASS)
+    emitted, _ = testing.cycle_law(verify.Match(), p, Tree.branching((4,)), drafts, Law.POINT_MASS)
     assert sum(mass for tokens, mass in emitted.items() if tokens[0] == 0) == pytest.approx(0.5, abs=EXACT)
+
+
+@pytest.mark.parametrize("rule", [*TREE_RULES, *CHAIN_RULES, verify.Typical()], ids=named)
+def test_a_law_that_is_no_number_behind_an_impossible_token_matters_to_nobody(rule):
+    logits = np.log([[[0.5, 0.5 - 1e-9, 1e-30]] * 3])
+    logits[0, 0, 2], logits[0, 1] = -np.inf, np.nan
+    q = jnp.asarray([[[0.0, 0.0, 1.0], [1.0, 0.0, 0.0], [0.0] * 3]], jnp.float32)
+    made = one_row(rule, Tree.chain(2), [0, 2, 0], logits, law=Law.IID, q=q)
+    assert int(made.num_accepted_B[0]) == 0 and int(made.next_token_B[0]) in (0, 1)
+
+
+def test_nothing_deeper_than_declared_is_accepted():
+    logits = np.zeros((1, 4, 5))
+    logits[:, :, 0] = 1.0
+    rows = SamplingRows.create([SamplingParams(temperature=0)], [0])
+    parents = jnp.asarray([[-1, 0, 1, 2]], jnp.int32)
+    proposal = Proposal(
+        jnp.zeros((1, 4), jnp.int32), jnp.ones((1, 4), bool), None, DynamicTree(4, 2), Law.POINT_MASS, parents
+    )
+    made = verify.Match().verify(proposal, jnp.asarray(logits, jnp.float32), rows, jnp.array([3], jnp.int32))
+    np.testing.assert_array_equal(made.path_BxP, [[0, 1, 2]])
+    assert int(made.num_accepted_B[0]) == 2
 
 
 def filtered(logits, **options):
