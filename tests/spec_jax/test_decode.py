@@ -129,7 +129,7 @@ def test_chi_square_over_consecutive_cycles(rule, supports):
     assert p_value(p, q, rule) > 1e-4
 
 
-TREES = {"2,2": Tree.branching((2, 2)), "ragged": Tree((-1, 0, 0, 0, 2, 1, 2, 4))}
+TREES = {"2,2": Tree.branching((2, 2)), "3,2": Tree.branching((3, 2)), "ragged": Tree((-1, 0, 0, 0, 2, 1, 2, 4))}
 TREE_RULES = [verify.Match(), verify.Recursive(), verify.Traversal()]
 
 
