@@ -20,7 +20,8 @@ class Chip:
       hbm_bytes_per_s: HBM bandwidth that one core has to itself.
       flops_per_s: peak of bfloat16 products.
       clock_hz: instruction clock. An inference from the peaks and not a vendor's figure.
-      block_keys: keys in one block of attention (see `tree_attention_tpu`).
+      block_keys: most keys in one block of attention (see `streaming`).
+      heads_together: heads whose work the compiler may interleave.
     """
 
     name: str
@@ -31,6 +32,12 @@ class Chip:
     flops_per_s: float
     clock_hz: float
     block_keys: int = 512
+    heads_together: int = 4
+
+    def keys_in_block(self, bytes_per_key: int, capacity: int) -> int:
+        """Keys in one block: as many as the chip likes, a quarter of VMEM can buffer twice, and a row has."""
+        most = min(self.block_keys, self.vmem_bytes // 8 // bytes_per_key, capacity)
+        return max(128, most // 128 * 128)
 
 
 _MIB = 2**20

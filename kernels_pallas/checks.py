@@ -1,0 +1,62 @@
+"""What kernels refuse, before any device work: every error names what was given and what was expected."""
+
+import jax.numpy as jnp
+
+from kernels_pallas.chips import Chip
+
+MAX_NODES = 128
+HEAD_DIMS = (64, 128, 256)
+LANES = 128  # The width of a vector register; capacities are multiples of it.
+
+
+class KernelError(ValueError):
+    """Arguments that a kernel was not made for."""
+
+
+def check_chip(chip) -> None:
+    """Raises KernelError for anything that is not a `Chip`."""
+    if not isinstance(chip, Chip):
+        raise KernelError(f"chip must be a kernels_pallas.chips.Chip (see chip_named), got {chip!r}")
+
+
+def check_attention(q, kv_shape, kv_dtypes, length, words, capacity: int, head_dim: int, num_kv_heads: int) -> None:
+    """Checks what both attention kernels take; `kv_shape` is only named in the errors.
+
+    Raises:
+      KernelError: shapes that do not agree, a head_dim or dtype that is not supported, or too many nodes.
+    """
+    if q.ndim != 4:
+        raise KernelError(f"queries must be [B, N, H, D], got {q.shape=}")
+    B, N, H, D = q.shape
+    if D != head_dim:
+        raise KernelError(f"queries and keys disagree about head_dim: {q.shape=}, keys and values {kv_shape}")
+    if D not in HEAD_DIMS:
+        raise KernelError(f"head_dim {D} is not supported, expected one of {HEAD_DIMS}: {q.shape=}; use the reference")
+    dtypes = {jnp.dtype(dtype) for dtype in (q.dtype, *kv_dtypes)}
+    if len(dtypes) > 1 or dtypes.pop() not in (jnp.dtype(jnp.float32), jnp.dtype(jnp.bfloat16)):
+        raise KernelError(
+            f"queries, keys and values must all be float32 or all bfloat16, got {q.dtype}, "
+            f"{', '.join(str(jnp.dtype(d)) for d in kv_dtypes)}"
+        )
+    if H % num_kv_heads:
+        raise KernelError(f"{H} query heads are no multiple of {num_kv_heads} key heads: {q.shape=}, keys {kv_shape}")
+    if length.shape != (B,) or length.dtype != jnp.int32:
+        raise KernelError(f"lengths must be int32 [{B}], one a row of {q.shape=}, got {length.dtype} {length.shape}")
+    if words is not None:
+        check_words(words, B, N)
+    if capacity % LANES:
+        raise KernelError(f"rows hold {capacity} positions, expected a multiple of {LANES}: keys {kv_shape}")
+    if N > capacity:
+        raise KernelError(f"{N} new positions do not fit rows of {capacity}: {q.shape=}, keys {kv_shape}")
+
+
+def check_words(words, B: int, N: int) -> None:
+    """Checks ancestor words [B, N, W].
+
+    Raises:
+      KernelError: more than 128 nodes or bits, another shape or dtype.
+    """
+    if N > MAX_NODES or (words.ndim == 3 and words.shape[2] > MAX_NODES // 32):
+        raise KernelError(f"a tree has at most {MAX_NODES} nodes, got {N} with ancestor words {words.shape}")
+    if words.ndim != 3 or words.shape[:2] != (B, N) or words.shape[2] < 1 or words.dtype != jnp.uint32:
+        raise KernelError(f"ancestor words must be uint32 [{B}, {N}, W], got {words.dtype} {words.shape}")

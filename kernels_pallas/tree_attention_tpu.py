@@ -1,0 +1,76 @@
+"""The TPU kernel of `tree_attention`: a contiguous buffer, prefix by length, tail by ancestor words."""
+
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+from jaxtyping import Array, Float, Int, UInt32
+
+from kernels_pallas import checks, streaming
+from kernels_pallas.chips import Chip
+
+
+def tree_attention(
+    q_BxNxHxD: Float[Array, "B N H D"],
+    k_BxKxSxD: Float[Array, "B K S D"],
+    v_BxKxSxD: Float[Array, "B K S D"],
+    length_B: Int[Array, "B"],
+    words_BxNxW: UInt32[Array, "B N W"] | None = None,
+    scale: float | None = None,
+    tail: Int[Array, ""] | int = 0,
+    *,
+    chip: Chip,
+    interpret: bool | pltpu.InterpretParams = False,
+) -> Float[Array, "B N H D"]:
+    """`tree_attention_reference` as a TPU kernel; without words it is causal, for chains and prefill.
+
+    The softmax is streamed over blocks of keys (Dao et al. 2022, arXiv:2205.14135). It has no gradient: training uses the
+    reference.
+
+    Args:
+      q_BxNxHxD: queries, float32 or bfloat16; D is 64, 128 or 256; N at most 128 with words.
+      k_BxKxSxD, v_BxKxSxD: the buffer in the dtype of the queries, left in HBM; S a multiple of 128.
+      length_B: committed positions of each row.
+      words_BxNxW: ancestor bits over the tail, W at most 4, or None.
+      scale: factor on the scores, 1/sqrt(D) by default.
+      tail: positions behind the committed ones that were written before.
+      chip: which TPU the kernel is built for.
+      interpret: True, or the TPU interpreter's parameters, to run it without one.
+
+    Returns:
+      As the reference, to rounding. Weights are rounded to the dtype of the values before they are normalised.
+
+    Raises:
+      KernelError: arguments that do not agree or are not supported.
+    """
+    checks.check_chip(chip)
+    if k_BxKxSxD.ndim != 4 or k_BxKxSxD.shape != v_BxKxSxD.shape or k_BxKxSxD.shape[0] != q_BxNxHxD.shape[0]:
+        raise checks.KernelError(
+            f"keys and values must both be [B, K, S, D] with the B of the queries, got {q_BxNxHxD.shape=}, "
+            f"{k_BxKxSxD.shape=}, {v_BxKxSxD.shape=}"
+        )
+    _, K, S, D = k_BxKxSxD.shape
+    dtypes = k_BxKxSxD.dtype, v_BxKxSxD.dtype
+    checks.check_attention(q_BxNxHxD, k_BxKxSxD.shape, dtypes, length_B, words_BxNxW, S, D, K)
+    return streaming.attention(
+        q_BxNxHxD,
+        (k_BxKxSxD, v_BxKxSxD),
+        _fetch,
+        (),
+        length_B,
+        words_BxNxW,
+        scale,
+        tail,
+        num_kv_heads=K,
+        capacity=S,
+        chip=chip,
+        name="causal_attention" if words_BxNxW is None else "tree_attention",
+        interpret=interpret,
+    )
+
+
+def _fetch(prefetch_refs, kv_refs, buffer, semaphore, row, start, end):
+    block_keys = buffer.shape[2]
+    copies = [
+        pltpu.make_async_copy(ref.at[row, :, pl.ds(start, block_keys), :], buffer.at[i], semaphore)
+        for i, ref in enumerate(kv_refs)
+    ]
+    return tuple(lambda action=action: [getattr(copy, action)() for copy in copies] for action in ("start", "wait"))
