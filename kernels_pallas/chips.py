@@ -34,10 +34,10 @@ class Chip:
     block_keys: int = 512
     heads_together: int = 4
 
-    def keys_in_block(self, bytes_per_key: int, capacity: int) -> int:
-        """Keys in one block: as many as the chip likes, a quarter of VMEM can buffer twice, and a row has."""
-        most = min(self.block_keys, self.vmem_bytes // 8 // bytes_per_key, capacity)
-        return max(128, most // 128 * 128)
+    def keys_in_block(self, fixed_bytes: int, bytes_per_key: int, capacity: int) -> int:
+        """Keys in one block: as many as the chip likes, a row has, and half of VMEM holds; a multiple of 128."""
+        fitting = (self.vmem_bytes // 2 - fixed_bytes) // bytes_per_key
+        return max(128, min(self.block_keys, fitting, capacity) // 128 * 128)
 
 
 _MIB = 2**20

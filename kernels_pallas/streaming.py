@@ -1,16 +1,16 @@
 """The Pallas body that attention over a contiguous buffer and over pages share: softmax streamed over key blocks.
 
-A grid step is a *task*: one row of the batch and one block of its queries, all heads. Its keys and values come in blocks
-of `block_keys` positions, copied from HBM into two alternating buffers; while one block is worked on, the next (of the
-next task, behind a task's last) is on its way. Blocks behind a row's last position are not read.
+A grid step is a *task*: one row of the batch and one block of its queries, all heads. Its keys and values come in
+blocks of `block_keys` positions, copied from HBM into two alternating buffers; while one block is worked on, the next
+(of the next task, behind a task's last) is on its way. Blocks behind a row's last position are not read.
 
-Only blocks that reach behind the committed prefix are masked: all other keys are seen by every query. The mask of such a
-block is made once and used by all heads.
+Only blocks that reach behind the committed prefix are masked: all other keys are seen by every query. The mask of such
+a block is made once and used by all heads.
 
-The schedule is built for the vector unit, which limits these kernels rather than memory does. The queries of a group are
-folded into rows, so that a head is one product of [M, D] with [D, keys]. Scores take a detour through VMEM and maxima stay
-per lane until a head's block is complete: few values are alive at a time, and the compiler can work on the scores of
-one head and the weights of the one before together. Sums of weights stay per lane until the end.
+The schedule is built for the vector unit, which limits these kernels rather than memory does. The queries of a group
+are folded into rows, so that a head is one product of [M, D] with [D, keys]. Scores take a detour through VMEM and
+maxima stay per lane until a head's block is complete: few values are alive at a time, and the compiler can work on the
+scores of one head and the weights of the one before together. Sums of weights stay per lane until the end.
 """
 
 import functools
@@ -52,9 +52,9 @@ def attention(
 
     Args:
       kv: arrays that stay in HBM.
-      fetch: called in the kernel as `fetch(prefetch refs, kv refs, buffer, semaphore, row, start, end)`, where `buffer` is
-        [2, K, block_keys, D] in VMEM; returns `start` and `wait`, functions of no argument, for positions `start` to
-        `min(start + block_keys, end)` of a row.
+      fetch: called in the kernel as `fetch(prefetch refs, kv refs, buffer, semaphore, row, start, end)`, where
+        `buffer` is [2, K, block_keys, D] in VMEM; returns `start` and `wait`, functions of no argument, for positions
+        `start` to `min(start + block_keys, end)` of a row.
       prefetch: int32 arrays that `fetch` reads as scalars.
       capacity: positions of a row, a multiple of 128.
       name: of the kernel, for profiles and reports.
@@ -69,7 +69,11 @@ def attention(
     M = pl.cdiv(nodes * G, _SUBLANES) * _SUBLANES
     if M > _QUERY_TILE:
         M = pl.cdiv(M, _QUERY_TILE) * _QUERY_TILE
-    block_keys = chip.keys_in_block(2 * K * D * q_BxNxHxD.dtype.itemsize, capacity)
+    itemsize = q_BxNxHxD.dtype.itemsize
+    width = pl.cdiv(D, LANES) * LANES  # What a row of D values occupies in VMEM.
+    fixed_bytes = 4 * M * (K * width + 2 * (K + 1) * LANES) + 4 * itemsize * M * K * width
+    bytes_per_key = 4 * itemsize * K * width + 12 * M
+    block_keys = chip.keys_in_block(fixed_bytes, bytes_per_key, capacity)
 
     def fold(x_BxNxKxGxX):  # [B, N, K, G, X] to [B, K, tasks * M, X]
         X = x_BxNxKxGxX.shape[-1]
@@ -78,10 +82,11 @@ def attention(
         return jnp.pad(x, ((0, 0), (0, 0), (0, 0), (0, M - nodes * G), (0, 0))).reshape(B, -1, tasks * M, X)
 
     q_BxKxMxD = fold(q_BxNxHxD.reshape(B, N, K, G, D))
-    words_BxMxW = jnp.zeros((B, tasks * M, W), jnp.int32)
-    if words_BxNxW is not None:
+    if words_BxNxW is None:  # Of a chain the kernel needs the number of each query.
+        bits_BxNxW = jnp.broadcast_to(jnp.arange(N, dtype=jnp.int32)[None, :, None], (B, N, 1))
+    else:
         bits_BxNxW = lax.bitcast_convert_type(words_BxNxW, jnp.int32)
-        words_BxMxW = fold(jnp.broadcast_to(bits_BxNxW[:, :, None, None], (B, N, 1, G, W)))[:, 0]
+    words_BxMxW = fold(jnp.broadcast_to(bits_BxNxW[:, :, None, None], (B, N, 1, G, W)))[:, 0]
     if not interpret:
         # XLA would otherwise move a small cache into VMEM and write it back whole, every step.
         kv = tuple(pltpu.with_memory_space_constraint(x, pltpu.HBM) for x in kv)
@@ -92,7 +97,6 @@ def attention(
         num_kv=len(kv),
         num_new=N,
         nodes=nodes,
-        group=G,
         capacity=capacity,
         scale=scale,
         is_tree=words_BxNxW is not None,
@@ -122,7 +126,11 @@ def attention(
             ],
         ),
         out_shape=jax.ShapeDtypeStruct(q_BxKxMxD.shape, q_BxKxMxD.dtype),
-        compiler_params=pltpu.CompilerParams(dimension_semantics=("arbitrary", "arbitrary")),
+        compiler_params=pltpu.CompilerParams(
+            dimension_semantics=("arbitrary", "arbitrary"),
+            # Beside what is counted the compiler keeps spilled registers there.
+            vmem_limit_bytes=max(16 * 2**20, 2 * (fixed_bytes + bytes_per_key * block_keys)),
+        ),
         name=name,
         interpret=interpret,
     )(length_B, jnp.asarray(tail, jnp.int32).reshape(1), *prefetch, q_BxKxMxD, words_BxMxW, *kv)
@@ -137,7 +145,7 @@ def _kernel(
     *refs,
     # The rest, in this order: scalars of `fetch`;
     # Input
-    #   q_ref [1, K, M, D], words_ref [1, M, W], key and value arrays in HBM
+    #   q_ref [1, K, M, D], words_ref [1, M, W] (of a chain: the queries' numbers), key and value arrays in HBM
     # Output
     #   o_ref [1, K, M, D]
     # Scratch
@@ -154,7 +162,6 @@ def _kernel(
     num_kv: int,
     num_new: int,
     nodes: int,
-    group: int,
     capacity: int,
     scale: float,
     is_tree: bool,
@@ -258,7 +265,7 @@ def _kernel(
                 word = jnp.where(behind >> 5 == w, jnp.broadcast_to(words_ref[0, :, w : w + 1], word.shape), word)
             seen = jnp.where(behind < 32 * words_ref.shape[2], word >> (behind & 31) & 1, 0)
         else:
-            node = lax.broadcasted_iota(jnp.int32, (M, block_keys), 0) // group + task * nodes
+            node = jnp.broadcast_to(words_ref[0], (M, block_keys))
             seen = jnp.where(behind <= tail_ref[0] + node, 1, 0)
         seen = jnp.where(behind < 0, 1, jnp.where(position < end(row, task), seen, 0))
         seen_ref[...] = jnp.where(position >= block * block_keys, seen, 0)

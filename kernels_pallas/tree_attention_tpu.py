@@ -22,8 +22,7 @@ def tree_attention(
 ) -> Float[Array, "B N H D"]:
     """`tree_attention_reference` as a TPU kernel; without words it is causal, for chains and prefill.
 
-    The softmax is streamed over blocks of keys (Dao et al. 2022, arXiv:2205.14135). It has no gradient: training uses the
-    reference.
+    The softmax is streamed over blocks of keys (Dao et al. 2022, arXiv:2205.14135).
 
     Args:
       q_BxNxHxD: queries, float32 or bfloat16; D is 64, 128 or 256; N at most 128 with words.
