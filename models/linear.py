@@ -8,7 +8,6 @@ differ in rounding only. Measured for SmolLM2 on two AVX2 cores (layers and head
 
 import functools
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -28,7 +27,8 @@ def matmul(
 ) -> Float[Array, "B N O"]:
     """`x @ weight.T` with float32 sums (`x @ weight` where the weight is stored [in, out]).
 
-    The form depends on the platform and on the static number of positions B*N, never on data.
+    The form depends on the platform the program is lowered for and on the static number of positions B*N, never on
+    data.
 
     Args:
       x_BxNxE: activations, in the dtype of the weight.
@@ -38,12 +38,15 @@ def matmul(
     """
     batch, num_nodes, width = x_BxNxE.shape
     x_TxE = x_BxNxE.reshape(batch * num_nodes, width)
-    if jax.default_backend() == "cpu":
-        y_TxO = (_on_cpu_input_first if weight_is_input_first else _on_cpu)(x_TxE, weight)
-    else:
-        axis = 0 if weight_is_input_first else 1
-        y_TxO = lax.dot_general(x_TxE, weight, (((1,), (axis,)), ((), ())), preferred_element_type=jnp.float32)
+    on_cpu = _on_cpu_input_first if weight_is_input_first else _on_cpu
+    elsewhere = functools.partial(_product, weight_is_input_first)
+    y_TxO = lax.platform_dependent(x_TxE, weight, cpu=on_cpu, default=elsewhere)
     return y_TxO.astype(x_BxNxE.dtype if out_dtype is None else out_dtype).reshape(batch, num_nodes, -1)
+
+
+def _product(weight_is_input_first: bool, x_TxE, weight):
+    axis = 0 if weight_is_input_first else 1
+    return lax.dot_general(x_TxE, weight, (((1,), (axis,)), ((), ())), preferred_element_type=jnp.float32)
 
 
 def _on_cpu(x_TxE, weight_OxE):
@@ -52,7 +55,7 @@ def _on_cpu(x_TxE, weight_OxE):
         # reads the weight once, as bfloat16. Without the barrier it would convert all weights ahead of the loop.
         x_TxE, weight_OxE = lax.optimization_barrier((x_TxE, weight_OxE))
         return x_TxE.astype(jnp.float32) @ weight_OxE.astype(jnp.float32).T
-    return lax.dot_general(x_TxE, weight_OxE, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
+    return _product(False, x_TxE, weight_OxE)
 
 
 def _on_cpu_input_first(x_TxE, weight_ExO):

@@ -1,3 +1,4 @@
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -21,3 +22,10 @@ def test_every_form_is_the_same_product(batch, num_nodes, input_first, dtype, rt
     y_BxNxO = matmul(x_BxNxE, weight, input_first, jnp.dtype("float32"))
     assert y_BxNxO.dtype == jnp.float32
     np.testing.assert_allclose(y_BxNxO, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("platform, barrier", [("cpu", True), ("tpu", False)])
+def test_the_form_is_that_of_the_platform_lowered_for(platform, barrier):
+    x_BxNxE, weight = jnp.zeros((1, 8, 16)), jnp.zeros((16, 24))
+    traced = jax.jit(matmul, static_argnums=2).trace(x_BxNxE, weight, True)
+    assert ("optimization_barrier" in traced.lower(lowering_platforms=(platform,)).as_text()) == barrier
