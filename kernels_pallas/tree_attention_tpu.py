@@ -4,7 +4,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int, UInt32
 
-from kernels_pallas import checks, streaming
+from kernels_pallas import checks, copies, streaming
 from kernels_pallas.chips import Chip
 
 
@@ -67,9 +67,5 @@ def tree_attention(
 
 
 def _fetch(prefetch_refs, kv_refs, buffer, semaphore, row, start, end):
-    block_keys = buffer.shape[2]
-    copies = [
-        pltpu.make_async_copy(ref.at[row, :, pl.ds(start, block_keys), :], buffer.at[i], semaphore)
-        for i, ref in enumerate(kv_refs)
-    ]
-    return tuple(lambda action=action: [getattr(copy, action)() for copy in copies] for action in ("start", "wait"))
+    at = pl.ds(start, buffer.shape[2])
+    return copies.together([(ref.at[row, :, at, :], buffer.at[i]) for i, ref in enumerate(kv_refs)], semaphore)
