@@ -12,6 +12,7 @@ import models
 import spec_jax as sj
 from experiments import registry
 from models import ModelError
+from spec_jax.kernels import IMPLEMENTATIONS
 
 BAD_INPUT = 2
 """Exit code of a program that was given something it cannot use."""
@@ -80,6 +81,7 @@ class DecoderConfig:
     proposer: registry.Spec
     rule: registry.Spec
     max_len: int
+    attention: str = "auto"
 
     @classmethod
     def from_flags(cls) -> Self:
@@ -91,13 +93,14 @@ class DecoderConfig:
             proposer=registry.parse_proposer(values.proposer, model=values.draft),
             rule=registry.parse_rule(values.rule),
             max_len=values.max_len,
+            attention=values.attention,
         )
 
     def build(self) -> sj.Decoder:
         """Loads the models; raises ValueError where the parts do not belong together."""
 
         def load(name: str):
-            return models.load(name, self.dtype)
+            return models.load(name, self.dtype, attention=self.attention)
 
         target = load(self.target)
         return sj.Decoder(target, proposer=self.proposer.build(load), rule=self.rule.build(), max_len=self.max_len)
@@ -109,6 +112,12 @@ def define_decoder(max_len: int) -> None:
     flags.DEFINE_enum("dtype", "float32", ["float32", "bfloat16"], "of weights and activations")
     flags.DEFINE_string("proposer", "prompt_lookup", f"who drafts. {registry.describe()}")
     flags.DEFINE_string("rule", "match", "which rule commits, see --proposer")
+    flags.DEFINE_enum(
+        "attention",
+        "auto",
+        IMPLEMENTATIONS,
+        "auto takes Pallas kernels on a TPU and plain JAX elsewhere; interpret runs the kernels anywhere, slowly",
+    )
     flags.DEFINE_string("draft", None, "the draft model of proposer draft_model: anything that --target takes")
 
 

@@ -4,7 +4,8 @@ import jax.numpy as jnp
 
 from kernels_pallas.chips import Chip
 
-MAX_NODES = 128
+MAX_NODES = 128  # Of a tree that is scored in one pass.
+MAX_SCRATCH = 1024  # Rows behind a prefix that may hold nodes: a draft model scores more than it proposes.
 HEAD_DIMS = (64, 128, 256)
 LANES = 128  # The width of a vector register; capacities are multiples of it.
 
@@ -54,9 +55,11 @@ def check_words(words, B: int, N: int) -> None:
     """Checks ancestor words [B, N, W].
 
     Raises:
-      KernelError: more than 128 nodes or bits, another shape or dtype.
+      KernelError: too many nodes or bits, another shape or dtype.
     """
-    if N > MAX_NODES or (words.ndim == 3 and words.shape[2] > MAX_NODES // 32):
+    if N > MAX_NODES:
         raise KernelError(f"a tree has at most {MAX_NODES} nodes, got {N} with ancestor words {words.shape}")
+    if words.ndim == 3 and 32 * words.shape[2] > MAX_SCRATCH:
+        raise KernelError(f"ancestor words reach {MAX_SCRATCH} scratch rows at most, got {words.shape}")
     if words.ndim != 3 or words.shape[:2] != (B, N) or words.shape[2] < 1 or words.dtype != jnp.uint32:
         raise KernelError(f"ancestor words must be uint32 [{B}, {N}, W], got {words.dtype} {words.shape}")

@@ -54,14 +54,14 @@ def commit(
     count_B: Int[Array, "B"],
     path_BxP: Int[Array, "B P"],
     *,
-    num_nodes: int,
+    num_rows: int,
     chip: Chip,
     interpret: bool | pltpu.InterpretParams = False,
 ) -> tuple[Float[Array, "B K S D"], Float[Array, "B K S D"]]:
     """`commit_reference` of keys and values as a TPU kernel, in place where the buffers are donated.
 
     Args:
-      num_nodes: nodes of the tree; entries of `path` up to `count` are below it, and ascend.
+      num_rows: rows behind the prefix that hold nodes; entries of `path` up to `count` are below it, and ascend.
       chip, interpret: see `tree_attention_tpu.tree_attention`.
 
     Raises:
@@ -73,10 +73,10 @@ def commit(
             f"keys and values must both be [B, K, S, D], got {keys_BxKxSxD.shape=}, {values_BxKxSxD.shape=}"
         )
     B, K, S, D = keys_BxKxSxD.shape
-    _check(keys_BxKxSxD.dtype, values_BxKxSxD.dtype, D, B, length_B, count_B, path_BxP, num_nodes)
+    _check(keys_BxKxSxD.dtype, values_BxKxSxD.dtype, D, B, length_B, count_B, path_BxP, num_rows)
     if S % checks.LANES:
         raise KernelError(f"rows hold {S} positions, expected a multiple of {checks.LANES}: {keys_BxKxSxD.shape=}")
-    window = min(S, pl.cdiv(num_nodes + _SUBLANES - 1, _SUBLANES) * _SUBLANES)
+    window = min(S, pl.cdiv(num_rows + _SUBLANES - 1, _SUBLANES) * _SUBLANES)
 
     def origin(prefetch_refs, row):
         length_ref, _, _ = prefetch_refs
@@ -106,7 +106,7 @@ def paged_commit(
     count_B: Int[Array, "B"],
     path_BxP: Int[Array, "B steps"],
     *,
-    num_nodes: int,
+    num_rows: int,
     chip: Chip,
     interpret: bool | pltpu.InterpretParams = False,
 ) -> Float[Array, "P 2 K T D"]:
@@ -117,9 +117,9 @@ def paged_commit(
         the table's values are known (see `paged_attention.check_table` for calls inside of a compiled program).
     """
     checks.check_chip(chip)
-    check_pages(pages_Px2xKxTxD, table_BxI, length_B, num_nodes)
+    check_pages(pages_Px2xKxTxD, table_BxI, length_B, num_rows)
     _, _, K, T, D = pages_Px2xKxTxD.shape
-    _check(pages_Px2xKxTxD.dtype, pages_Px2xKxTxD.dtype, D, len(table_BxI), length_B, count_B, path_BxP, num_nodes)
+    _check(pages_Px2xKxTxD.dtype, pages_Px2xKxTxD.dtype, D, len(table_BxI), length_B, count_B, path_BxP, num_rows)
 
     def origin(prefetch_refs, row):
         length_ref, _, _, _ = prefetch_refs
@@ -138,22 +138,22 @@ def paged_commit(
         (length_B, count_B, path_BxP, table_BxI),
         transfer,
         origin,
-        buffer=(K, pl.cdiv(num_nodes + T - 1, T) * T, D),
+        buffer=(K, pl.cdiv(num_rows + T - 1, T) * T, D),
         name="paged_commit",
         interpret=interpret,
     )
     return pages
 
 
-def _check(key_dtype, value_dtype, head_dim, B, length_B, count_B, path_BxP, num_nodes) -> None:
+def _check(key_dtype, value_dtype, head_dim, B, length_B, count_B, path_BxP, num_rows) -> None:
     if key_dtype != value_dtype or key_dtype not in (jnp.float32, jnp.bfloat16):
         raise KernelError(f"keys and values must both be float32 or both bfloat16, got {key_dtype} and {value_dtype}")
     if head_dim not in checks.HEAD_DIMS:
         raise KernelError(
             f"head_dim {head_dim} is not supported, expected one of {checks.HEAD_DIMS}; use the reference"
         )
-    if not 1 <= num_nodes <= checks.MAX_NODES:
-        raise KernelError(f"a tree has 1 to {checks.MAX_NODES} nodes, got {num_nodes=}")
+    if not 1 <= num_rows <= checks.MAX_SCRATCH:
+        raise KernelError(f"nodes lie in 1 to {checks.MAX_SCRATCH} rows behind the prefix, got {num_rows=}")
     arrays = {"length": length_B, "count": count_B, "path": path_BxP}
     shapes = {"length": (B,), "count": (B,), "path": (B, path_BxP.shape[-1])}
     for name, array in arrays.items():

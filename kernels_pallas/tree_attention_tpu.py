@@ -28,7 +28,7 @@ def tree_attention(
       q_BxNxHxD: queries, float32 or bfloat16; D is 64, 128 or 256; N at most 128 with words.
       k_BxKxSxD, v_BxKxSxD: the buffer in the dtype of the queries, left in HBM; S a multiple of 128.
       length_B: committed positions of each row.
-      words_BxNxW: ancestor bits over the tail, W at most 4, or None.
+      words_BxNxW: ancestor bits over the tail, W at most 32, or None.
       scale: factor on the scores, 1/sqrt(D) by default.
       tail: positions behind the committed ones that were written before.
       chip: which TPU the kernel is built for.

@@ -14,7 +14,9 @@ if TYPE_CHECKING:
 __all__ = ["ModelError", "load", "open_checkpoint"]
 
 
-def load(name_or_path: str | Path, dtype: str = "float32", revision: str | None = None) -> "LlamaTarget":
+def load(
+    name_or_path: str | Path, dtype: str = "float32", revision: str | None = None, attention: str = "auto"
+) -> "LlamaTarget":
     """Loads a target model.
 
     Args:
@@ -22,14 +24,17 @@ def load(name_or_path: str | Path, dtype: str = "float32", revision: str | None 
         file, or a hub id "organization/name".
       dtype: of parameters and activations, "float32" or "bfloat16".
       revision: branch, tag or commit of a hub id.
+      attention: "auto" (kernels on a TPU, plain JAX elsewhere), "reference", "kernel" or "interpret"; see
+        `spec_jax.kernels.Kernels.choose`.
 
     Raises:
       ModelError: there is no such model, a file is broken or foreign, or the model is not supported.
+      ValueError: there is no such attention here.
     """
     from models.target import LlamaTarget
 
     checkpoint = open_checkpoint(name_or_path, dtype, revision)
-    return LlamaTarget.from_checkpoint(checkpoint, name=str(name_or_path))
+    return LlamaTarget.from_checkpoint(checkpoint, name=str(name_or_path), attention=attention)
 
 
 def open_checkpoint(name_or_path: str | Path, dtype: str = "float32", revision: str | None = None) -> "Checkpoint":

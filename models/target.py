@@ -18,6 +18,7 @@ from models.config import LlamaConfig
 from models.errors import ModelError
 from models.llama import Llama
 from models.tokenizer import Tokenizer
+from spec_jax.kernels import Kernels
 from spec_jax.kv import KVBuffer
 
 _SAMPLED = 64  # Rows and columns of each weight that go into a fingerprint.
@@ -32,6 +33,7 @@ class LlamaTarget:
       tokenizer: or None for a model of bare token ids; `tokenizer_problem` then says why.
       eos_token_ids: tokens that end a text.
       name: for reports.
+      kernels: which implementation of attention and commit its buffers use.
     """
 
     def __init__(
@@ -42,6 +44,7 @@ class LlamaTarget:
         eos_token_ids: Sequence[int] = (),
         name: str = "llama",
         tokenizer_problem: str | None = None,
+        kernels: Kernels | None = None,
     ):
         self.config = config
         self.params = params
@@ -49,15 +52,18 @@ class LlamaTarget:
         self.eos_token_ids = tuple(eos_token_ids)
         self.name = name
         self.tokenizer_problem = tokenizer_problem
+        self.kernels = Kernels.choose("auto", config.head_dim) if kernels is None else kernels
         self._graphdef, _ = nnx.split(Llama(config))
 
     @classmethod
-    def from_checkpoint(cls, checkpoint: Checkpoint, name: str | None = None) -> "LlamaTarget":
-        """Reads the weights of an opened checkpoint.
+    def from_checkpoint(cls, checkpoint: Checkpoint, name: str | None = None, attention: str = "auto") -> "LlamaTarget":
+        """Reads the weights of an opened checkpoint; `attention` as of `spec_jax.kernels.Kernels.choose`.
 
         Raises:
           ModelError: it does not hold what its configuration needs.
+          ValueError: there is no such attention here.
         """
+        kernels = Kernels.choose(attention, checkpoint.config.head_dim)  # Refused before any weight is read.
         return cls(
             checkpoint.config,
             checkpoint.params(),
@@ -65,6 +71,7 @@ class LlamaTarget:
             checkpoint.eos_token_ids,
             name or checkpoint.name,
             checkpoint.tokenizer_problem,
+            kernels,
         )
 
     @classmethod
@@ -84,7 +91,8 @@ class LlamaTarget:
     def init_kv(self, batch: int, capacity: int) -> KVBuffer:
         """An empty buffer of `capacity` positions a row, in the model's dtype."""
         c = self.config
-        return KVBuffer.create(c.num_layers, batch, c.num_kv_heads, capacity, c.head_dim, jnp.dtype(c.dtype))
+        dtype = jnp.dtype(c.dtype)
+        return KVBuffer.create(c.num_layers, batch, c.num_kv_heads, capacity, c.head_dim, dtype, self.kernels)
 
     def forward(
         self,

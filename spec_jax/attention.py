@@ -1,12 +1,11 @@
 """The one attention operation that prefill, verification, drafting and training share.
 
-Prefix by length, tail by ancestor bits. Models call `attend` with the KV buffer and a layer number; how the
-buffer is laid out, and which implementation runs, is decided here.
+Prefix by length, tail by ancestor bits. Models call `attend` with the KV buffer and a layer number; how the buffer is
+laid out is its own business, and which implementation runs that of its `kernels`.
 """
 
 from jaxtyping import Array, Float, UInt32
 
-from kernels_pallas import tree_attention
 from spec_jax.kv import KVBuffer
 
 
@@ -29,6 +28,4 @@ def attend(
     Returns:
       [B, N, H, D] in the dtype of the queries.
     """
-    return tree_attention.tree_attention_reference(
-        q_BxNxHxD, kv.keys[layer], kv.values[layer], kv.length_B, words_BxNxW, scale, kv.tail
-    )
+    return kv.kernels.attend(q_BxNxHxD, kv.keys[layer], kv.values[layer], kv.length_B, words_BxNxW, scale, kv.tail)

@@ -189,7 +189,7 @@ def reconcile(
         status_B=jnp.where(state.active_B, reason_B, state.status_B),
         rows=state.rows,
         stop=stop,
-        kv=kv.commit(emitted_B, None if tree.is_chain else kept_BxP),
+        kv=kv.commit(emitted_B, None if tree.is_chain else kept_BxP, tree.size),
         proposer=proposer,
         counters=state.counters.after(
             state.active_B,

@@ -14,7 +14,9 @@ import dataclasses
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
+from kernels_pallas.checks import MAX_SCRATCH
 from kernels_pallas.tree_attention import visible
+from spec_jax.kernels import REFERENCE, Kernels
 from spec_jax.pytree import pytree
 
 
@@ -26,24 +28,34 @@ class KVBuffer:
       length_B: committed positions.
       tail: positions behind them that earlier passes of the same cycle wrote and the next one may see (a draft model
         scores a tree level by level); `with_length` and `commit` forget them.
+      kernels: static; who reads and moves the rows.
     """
 
     keys: tuple[Float[Array, "B K S D"], ...]
     values: tuple[Float[Array, "B K S D"], ...]
     length_B: Int[Array, "B"]
     tail: Int[Array, ""]
+    kernels: Kernels = dataclasses.field(default=REFERENCE, metadata={"static": True})
 
     @classmethod
     def create(
-        cls, num_layers: int, batch: int, num_kv_heads: int, capacity: int, head_dim: int, dtype=jnp.float32
+        cls,
+        num_layers: int,
+        batch: int,
+        num_kv_heads: int,
+        capacity: int,
+        head_dim: int,
+        dtype=jnp.float32,
+        kernels: Kernels = REFERENCE,
     ) -> "KVBuffer":
-        """An empty buffer for `capacity` positions a row, committed and scratch together."""
-        shape = (batch, num_kv_heads, capacity, head_dim)
+        """An empty buffer for at least `capacity` positions a row, committed and scratch together."""
+        shape = (batch, num_kv_heads, kernels.capacity(capacity), head_dim)
         return cls(
             keys=tuple(jnp.zeros(shape, dtype) for _ in range(num_layers)),
             values=tuple(jnp.zeros(shape, dtype) for _ in range(num_layers)),
             length_B=jnp.zeros((batch,), jnp.int32),
             tail=jnp.int32(0),
+            kernels=kernels,
         )
 
     @property
@@ -80,26 +92,23 @@ class KVBuffer:
             values=_replaced(self.values, layer, _scatter(self.values[layer], position_BxN, v_BxNxKxD)),
         )
 
-    def commit(self, count_B: Int[Array, "B"], path_BxP: Int[Array, "B P"] | None = None) -> "KVBuffer":
+    def commit(
+        self, count_B: Int[Array, "B"], path_BxP: Int[Array, "B P"] | None = None, num_rows: int | None = None
+    ) -> "KVBuffer":
         """Keeps the first `count` nodes of `path` and drops every other scratch row.
 
         Args:
           count_B: how many nodes are committed, 0 for a row that is not in this cycle.
-          path_BxP: indices of the nodes in the order of the text; None where node i is the i-th of the text (a
-            chain), so that nothing has to move. Entries from `count` on are ignored.
+          path_BxP: indices of the nodes in the order of the text, ascending; None where node i is the i-th of the text
+            (a chain), so that nothing has to move. Entries from `count` on are ignored.
+          num_rows: scratch rows that the path chooses from; by default as many as there can be.
         """
         committed = self.with_length(self.length_B + count_B)
         if path_BxP is None:
             return committed
-        step_1xP = jnp.arange(path_BxP.shape[1])[None, :]
-        source_BxP = self.length_B[:, None] + path_BxP
-        target_BxP = jnp.where(step_1xP < count_B[:, None], self.length_B[:, None] + step_1xP, self.capacity)
-
-        def move(rows_BxKxSxD):
-            moved_BxKxPxD = jnp.take_along_axis(rows_BxKxSxD, source_BxP[:, None, :, None], axis=2, mode="clip")
-            return _scatter(rows_BxKxSxD, target_BxP, moved_BxKxPxD.transpose(0, 2, 1, 3))
-
-        return dataclasses.replace(committed, keys=tuple(map(move, self.keys)), values=tuple(map(move, self.values)))
+        num_rows = min(self.capacity, MAX_SCRATCH) if num_rows is None else num_rows
+        keys, values = self.kernels.commit(self.keys, self.values, self.length_B, count_B, path_BxP, num_rows)
+        return dataclasses.replace(committed, keys=keys, values=values)
 
 
 def _scatter(rows_BxKxSxD, position_BxN, new_BxNxKxD):

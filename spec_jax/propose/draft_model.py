@@ -122,7 +122,10 @@ class DraftModel:
         else:
             # The text without its last two tokens ends one node before the last committed one, which may be a leaf.
             row_BxP = jnp.take_along_axis(state.row_BxN, committed.path_BxP[:, 1:], axis=1, mode="clip")
-            kv = state.kv.with_length(root_B + 1).commit(jnp.maximum(committed.count_B - 2, 0), row_BxP)
+            # Ranks of rows ascend with depth, as `commit` wants them: levels are written one behind the other.
+            num_rows = max(self.tree.size, getattr(self.tree, "num_expanded", 0))
+            kv = state.kv.with_length(root_B + 1)
+            kv = kv.commit(jnp.maximum(committed.count_B - 2, 0), row_BxP, num_rows)
         return dataclasses.replace(state, kv=kv)
 
     def _draw(self, params, logits_BxV, kv: KVBuffer, context: Context) -> tuple[Proposal, DraftState]:

@@ -42,7 +42,7 @@ def assert_committed(got, before, c, count, path):
 def test_commit_equals_reference(mode, dtype):
     c, count, path = drawn(0, (0, 5, 31, 100, 256 - NODES, 64, 1, 17), dtype)
     with interpreter(mode) as interpret:
-        keys, values = commit(c.k, c.v, c.length, count, path, num_nodes=NODES, chip=V6E, interpret=interpret)
+        keys, values = commit(c.k, c.v, c.length, count, path, num_rows=NODES, chip=V6E, interpret=interpret)
     assert_committed(keys, c.k, c, count, path)
     assert_committed(values, c.v, c, count, path)
 
@@ -53,7 +53,7 @@ def test_paged_commit_equals_reference(mode, dtype):
     c, count, path = drawn(1, (0, 5, 30, 63, 128 - NODES, 64, 1, 17), dtype, capacity=128)
     pages, table = paged(c.k, c.v, np.asarray(c.length) + NODES)
     with interpreter(mode) as interpret:
-        got = paged_commit(pages, table, c.length, count, path, num_nodes=NODES, chip=V6E, interpret=interpret)
+        got = paged_commit(pages, table, c.length, count, path, num_rows=NODES, chip=V6E, interpret=interpret)
     before, after = paged_attention.contiguous(pages, table), paged_attention.contiguous(got, table)
     for old, new in zip(before, after, strict=True):
         assert_committed(new, old, c, count, path)
@@ -65,14 +65,14 @@ def test_nodes_that_are_not_numbers_stay_where_they_are():
     c, count, path = drawn(2, (10,), jnp.bfloat16)
     rejected = np.setdiff1d(np.arange(NODES), np.asarray(path[0, :4]))
     k = c.k.at[0, :, 10 + rejected].set(jnp.nan)
-    keys, _ = commit(k, k, c.length, count, path, num_nodes=NODES, chip=V6E, interpret=True)
+    keys, _ = commit(k, k, c.length, count, path, num_rows=NODES, chip=V6E, interpret=True)
     assert np.isfinite(np.asarray(keys[0, :, :14], np.float32)).all()
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (dict(num_nodes=129), "1 to 128 nodes, got num_nodes=129"),
+        (dict(num_rows=1025), "1 to 1024 rows behind the prefix, got num_rows=1025"),
         (dict(count_B=jnp.zeros(3, jnp.int32)), r"count must be int32 \[1\]"),
         (dict(path_BxP=jnp.zeros((2, 9), jnp.int32)), r"path must be int32 \[1, 9\]"),
         (dict(values_BxKxSxD=jnp.zeros((1, 2, 256, 64), jnp.bfloat16)), "both be float32 or both bfloat16"),
@@ -84,11 +84,11 @@ def test_refusals(untyped, change, message):
     c, count, path = drawn(3, (10,), jnp.float32)
     arguments = dict(keys_BxKxSxD=c.k, values_BxKxSxD=c.v, length_B=c.length, count_B=count, path_BxP=path)
     with pytest.raises(KernelError, match=message):
-        commit(**(arguments | dict(num_nodes=NODES, chip=V6E, interpret=True) | change))
+        commit(**(arguments | dict(num_rows=NODES, chip=V6E, interpret=True) | change))
 
 
 def test_a_shared_page_is_not_written():
     c, count, path = drawn(4, (10, 12), jnp.float32, capacity=64)
     pages, table = paged(c.k, c.v, np.asarray(c.length) + NODES)
     with pytest.raises(KernelError, match="shared"):
-        paged_commit(pages, table.at[1].set(table[0]), c.length, count, path, num_nodes=NODES, chip=V6E, interpret=True)
+        paged_commit(pages, table.at[1].set(table[0]), c.length, count, path, num_rows=NODES, chip=V6E, interpret=True)

@@ -1,0 +1,137 @@
+"""Which implementation of attention and commit runs: the Pallas kernels on TPU, plain JAX elsewhere.
+
+A `KVBuffer` carries the choice, since who reads it and how it is laid out belong together. A kernel is one device's
+program: where the heads lie on several, each runs it on its own (tensor parallelism), and plain JAX is partitioned by
+the compiler.
+"""
+
+import dataclasses
+import functools
+
+import jax
+from jax.sharding import Mesh, PartitionSpec
+from jaxtyping import Array, Float, Int, UInt32
+
+from kernels_pallas import commit as commit_kernels
+from kernels_pallas import tree_attention_tpu
+from kernels_pallas.checks import HEAD_DIMS, LANES
+from kernels_pallas.chips import CHIPS, Chip, chip_of
+from kernels_pallas.tree_attention import tree_attention_reference
+
+IMPLEMENTATIONS = ("auto", "reference", "kernel", "interpret")
+
+
+@dataclasses.dataclass(frozen=True)
+class Kernels:
+    """How attention and commit run.
+
+    Attributes:
+      chip: the TPU that kernels are built for; None runs plain JAX.
+      interpret: kernels run on any platform, slowly, to be checked.
+      mesh, axis: devices over which the heads lie, and the mesh axis of them; None for one device.
+    """
+
+    chip: Chip | None = None
+    interpret: bool = False
+    mesh: Mesh | None = None
+    axis: str = "model"
+
+    @classmethod
+    def choose(cls, implementation: str = "auto", head_dim: int = 128, chip: Chip | None = None) -> "Kernels":
+        """The choice of that name.
+
+        Args:
+          implementation: "auto" takes kernels on a TPU where they are made for the model, plain JAX elsewhere;
+            "reference" and "kernel" force either; "interpret" runs the kernels without a TPU.
+          head_dim: of the model.
+          chip: compile for this TPU; by default the one that is here.
+
+        Raises:
+          ValueError: there is no such choice, or kernels are forced where there are none.
+        """
+        if implementation not in IMPLEMENTATIONS:
+            raise ValueError(f"attention {implementation!r} is not known; expected one of {', '.join(IMPLEMENTATIONS)}")
+        if implementation == "reference":
+            return cls()
+        on_tpu = chip is not None or jax.default_backend() == "tpu"
+        if implementation == "auto" and not (on_tpu and head_dim in HEAD_DIMS):
+            return cls()
+        if head_dim not in HEAD_DIMS:
+            raise ValueError(
+                f"attention {implementation!r}: kernels are made for head_dim {', '.join(map(str, HEAD_DIMS))}, the "
+                f"model has {head_dim}; use 'reference'"
+            )
+        if implementation == "interpret":
+            return cls(chip or CHIPS["v5e"], interpret=True)
+        if not on_tpu:
+            raise ValueError(
+                f"attention 'kernel' needs a TPU, and this is {jax.default_backend()}; use 'interpret' to run the "
+                "kernels anyway, slowly, or name a chip to compile for"
+            )
+        return cls(chip or chip_of(jax.devices()[0].device_kind))
+
+    def capacity(self, positions: int) -> int:
+        """How long a buffer for so many positions must be."""
+        return positions if self.chip is None else -(-positions // LANES) * LANES
+
+    def attend(
+        self,
+        q_BxNxHxD: Float[Array, "B N H D"],
+        k_BxKxSxD: Float[Array, "B K S D"],
+        v_BxKxSxD: Float[Array, "B K S D"],
+        length_B: Int[Array, "B"],
+        words_BxNxW: UInt32[Array, "B N W"] | None,
+        scale: float | None,
+        tail: Int[Array, ""],
+    ) -> Float[Array, "B N H D"]:
+        """Attention by the contract of `kernels_pallas.tree_attention`."""
+        if self.chip is None:
+            return tree_attention_reference(q_BxNxHxD, k_BxKxSxD, v_BxKxSxD, length_B, words_BxNxW, scale, tail)
+
+        def attend(q_BxNxHxD, k_BxKxSxD, v_BxKxSxD, length_B, tail, words_BxNxW=None):
+            return tree_attention_tpu.tree_attention(
+                q_BxNxHxD,
+                k_BxKxSxD,
+                v_BxKxSxD,
+                length_B,
+                words_BxNxW,
+                scale,
+                tail,
+                chip=self.chip,
+                interpret=self.interpret,
+            )
+
+        q, kv, whole = PartitionSpec(None, None, self.axis), PartitionSpec(None, self.axis), PartitionSpec()
+        words = () if words_BxNxW is None else (words_BxNxW,)
+        specs = (q, kv, kv, whole, whole, *(whole for _ in words))
+        return self._on_each_device(attend, specs, q)(q_BxNxHxD, k_BxKxSxD, v_BxKxSxD, length_B, tail, *words)
+
+    def commit(
+        self,
+        keys: tuple[Float[Array, "B K S D"], ...],
+        values: tuple[Float[Array, "B K S D"], ...],
+        length_B: Int[Array, "B"],
+        count_B: Int[Array, "B"],
+        path_BxP: Int[Array, "B P"],
+        num_rows: int,
+    ) -> tuple[tuple[Float[Array, "B K S D"], ...], tuple[Float[Array, "B K S D"], ...]]:
+        """Keys and values of every layer with accepted rows moved, by `kernels_pallas.commit`."""
+        if self.chip is None:
+            move = functools.partial(
+                commit_kernels.commit_reference, length_B=length_B, count_B=count_B, path_BxP=path_BxP
+            )
+            return tuple(map(move, keys)), tuple(map(move, values))
+        kv, whole = PartitionSpec(None, self.axis), PartitionSpec()
+        move = functools.partial(commit_kernels.commit, num_rows=num_rows, chip=self.chip, interpret=self.interpret)
+        move = self._on_each_device(move, (kv, kv, whole, whole, whole), (kv, kv))
+        moved = [move(k, v, length_B, count_B, path_BxP) for k, v in zip(keys, values, strict=True)]
+        return tuple(zip(*moved, strict=True))
+
+    def _on_each_device(self, kernel, in_specs, out_specs):
+        if self.mesh is None:
+            return kernel
+        # A kernel says nothing of how its output varies over the mesh.
+        return jax.shard_map(kernel, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
+
+
+REFERENCE = Kernels()

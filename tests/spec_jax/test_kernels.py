@@ -1,0 +1,77 @@
+"""Kernels forced in interpret mode decode what plain JAX decodes, and a choice that cannot be is refused."""
+
+import dataclasses
+
+import jax.numpy as jnp
+import pytest
+
+import spec_jax as sj
+from kernels_pallas.chips import CHIPS
+from models.config import LlamaConfig
+from models.target import LlamaTarget
+from spec_jax.growth import Beam
+from spec_jax.kernels import REFERENCE, Kernels
+from spec_jax.kv import KVBuffer
+from spec_jax.propose import DraftModel
+from spec_jax.tree import Tree
+
+CONFIG = LlamaConfig("llama", 61, 2, 4, 2, 64, 32, 48, max_positions=256)
+INTERPRETED = Kernels.choose("interpret", 64)
+
+
+def decoded(kernels, tree):
+    target = LlamaTarget.random(CONFIG, 0, kernels=kernels)
+    # The target without its last layer: some drafts are accepted, and accepted paths are scattered.
+    draft = LlamaTarget.random(dataclasses.replace(CONFIG, num_layers=1), 0, kernels=kernels)
+    law = "point_mass" if isinstance(tree, Beam) else "iid"
+    proposer = None if tree is None else DraftModel(draft, tree=tree, law=law)
+    decoder = sj.Decoder(target, proposer, max_len=64, prefill_chunk=16)
+    params = [sj.SamplingParams(temperature=0.8, seed=i, max_new_tokens=9) for i in range(2)]
+    return decoder.generate([[1, 2, 3, 4, 5] * 5, [7]], params)
+
+
+@pytest.mark.parametrize("tree", [None, 3, Tree.branching((3, 2, 1)), Beam(8, 3, 3)], ids=str)
+def test_interpreted_kernels_decode_the_same_tokens(tree):
+    got, want = (decoded(kernels, tree) for kernels in (INTERPRETED, REFERENCE))
+    assert [r.tokens for r in got] == [r.tokens for r in want]
+    assert got.stats == want.stats
+    assert tree is None or 0 < got.stats.accepted < got.stats.drafted
+
+
+def test_a_buffer_for_kernels_is_rounded_up():
+    assert KVBuffer.create(1, 1, 1, 70, 64, kernels=INTERPRETED).capacity == 128
+    assert KVBuffer.create(1, 1, 1, 70, 64).capacity == 70
+
+
+def test_choices():
+    assert Kernels.choose() == REFERENCE  # These tests run on CPU.
+    assert Kernels.choose("reference", chip=CHIPS["v6e"]) == REFERENCE
+    assert Kernels.choose("auto", 64, CHIPS["v6e"]).chip.name == "v6e"
+    assert Kernels.choose("auto", 96, CHIPS["v6e"]) == REFERENCE
+    assert not Kernels.choose("kernel", 128, CHIPS["7x"]).interpret
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("flash",), "'flash' is not known; expected one of auto, reference, kernel, interpret"),
+        (("kernel",), "needs a TPU, and this is cpu; use 'interpret'"),
+        (("interpret", 96), "head_dim 64, 128, 256, the model has 96; use 'reference'"),
+    ],
+)
+def test_choices_that_cannot_be(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        Kernels.choose(*arguments)
+
+
+def test_commit_by_kernel_moves_the_same_rows():
+    rows = jnp.arange(2 * 1 * 128 * 64, dtype=jnp.float32).reshape(2, 1, 128, 64)
+    length, count = jnp.array([3, 9], jnp.int32), jnp.array([2, 3], jnp.int32)
+    path = jnp.array([[0, 4, 9], [0, 2, 7]], jnp.int32)
+    kept = [
+        KVBuffer((rows,), (rows,), length, jnp.int32(0), kernels).commit(count, path)
+        for kernels in (INTERPRETED, REFERENCE)
+    ]
+    for b, end in enumerate((5, 12)):
+        for got, want in zip(*((kv.keys[0], kv.values[0]) for kv in kept), strict=True):
+            assert jnp.array_equal(got[b, :, :end], want[b, :, :end])
