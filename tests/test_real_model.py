@@ -4,6 +4,8 @@ import pytest
 
 import spec_jax as sj
 from experiments import exactness
+from models.target import LlamaTarget
+from spec_jax.kernels import Kernels
 
 pytestmark = pytest.mark.slow
 
@@ -87,3 +89,17 @@ def test_stop_strings_cut_text_and_tokens(smollm2):
     assert result.finish_reason == "stop" and "fox jumps" not in result.text
     assert "fox jumps" in smollm2.decode(result.tokens) and "fox jumps" not in smollm2.decode(result.tokens[:-1])
     assert "".join(decoder.stream(smollm2.chat(PROMPTS[3]), params)) == result.text
+
+
+def test_the_kernels_in_interpret_mode_decode_the_same_tokens(smollm2):
+    kernels = Kernels.choose("interpret", smollm2.config.head_dim)
+    interpreted = LlamaTarget(smollm2.config, smollm2.params, smollm2.tokenizer, kernels=kernels)
+    prompts = ["The owl and the cat. The owl and the", "one, two, one, two, one,"]
+    params = sj.SamplingParams(temperature=0.0, max_new_tokens=5, ignore_eos=True)
+    proposer = sj.propose.PromptLookup(3, branches=(2, 1))
+    got, want = (
+        sj.Decoder(target, proposer, max_len=96, prefill_chunk=32).generate(prompts, params)
+        for target in (interpreted, smollm2)
+    )
+    assert [r.tokens for r in got] == [r.tokens for r in want]
+    assert got.stats.accepted == want.stats.accepted > 0

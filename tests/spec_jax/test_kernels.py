@@ -9,6 +9,7 @@ import spec_jax as sj
 from kernels_pallas.chips import CHIPS
 from models.config import LlamaConfig
 from models.target import LlamaTarget
+from spec_jax.contract import Law
 from spec_jax.growth import Beam
 from spec_jax.kernels import REFERENCE, Kernels
 from spec_jax.kv import KVBuffer
@@ -23,7 +24,7 @@ def decoded(kernels, tree):
     target = LlamaTarget.random(CONFIG, 0, kernels=kernels)
     # The target without its last layer: some drafts are accepted, and accepted paths are scattered.
     draft = LlamaTarget.random(dataclasses.replace(CONFIG, num_layers=1), 0, kernels=kernels)
-    law = "point_mass" if isinstance(tree, Beam) else "iid"
+    law = Law.POINT_MASS if isinstance(tree, Beam) else Law.IID
     proposer = None if tree is None else DraftModel(draft, tree=tree, law=law)
     decoder = sj.Decoder(target, proposer, max_len=64, prefill_chunk=16)
     params = [sj.SamplingParams(temperature=0.8, seed=i, max_new_tokens=9) for i in range(2)]
