@@ -1,11 +1,17 @@
 """The TPU kernel of `tree_attention`: a contiguous buffer, prefix by length, tail by ancestor words."""
 
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int, UInt32
 
 from kernels_pallas import checks, copies, streaming
 from kernels_pallas.chips import Chip
+from kernels_pallas.tree_attention import tree_attention_reference
 
 
 def tree_attention(
@@ -22,7 +28,8 @@ def tree_attention(
 ) -> Float[Array, "B N H D"]:
     """`tree_attention_reference` as a TPU kernel; without words it is causal, for chains and prefill.
 
-    The softmax is streamed over blocks of keys (Dao et al. 2022, arXiv:2205.14135).
+    The softmax is streamed over blocks of keys (Dao et al. 2022, arXiv:2205.14135). The gradient is the reference's: it
+    computes the attention again, with all scores in memory.
 
     Args:
       q_BxNxHxD: queries, float32 or bfloat16; D is 64, 128 or 256; N at most 128 with words.
@@ -49,6 +56,20 @@ def tree_attention(
     _, K, S, D = k_BxKxSxD.shape
     dtypes = k_BxKxSxD.dtype, v_BxKxSxD.dtype
     checks.check_attention(q_BxNxHxD, k_BxKxSxD.shape, dtypes, length_B, words_BxNxW, S, D, K)
+    settings = _Settings(scale, chip, interpret)
+    return _attention(settings, q_BxNxHxD, k_BxKxSxD, v_BxKxSxD, length_B, words_BxNxW, jnp.asarray(tail, jnp.int32))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Settings:
+    scale: float | None
+    chip: Chip
+    interpret: bool | pltpu.InterpretParams
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _attention(settings: _Settings, q_BxNxHxD, k_BxKxSxD, v_BxKxSxD, length_B, words_BxNxW, tail):
+    _, K, S, _ = k_BxKxSxD.shape
     return streaming.attention(
         q_BxNxHxD,
         (k_BxKxSxD, v_BxKxSxD),
@@ -56,14 +77,29 @@ def tree_attention(
         (),
         length_B,
         words_BxNxW,
-        scale,
+        settings.scale,
         tail,
         num_kv_heads=K,
         capacity=S,
-        chip=chip,
+        chip=settings.chip,
         name="causal_attention" if words_BxNxW is None else "tree_attention",
-        interpret=interpret,
+        interpret=settings.interpret,
     )
+
+
+def _forward(settings: _Settings, *arguments):
+    return _attention(settings, *arguments), arguments
+
+
+def _backward(settings: _Settings, arguments, out_cotangent):
+    *differentiable, length_B, words_BxNxW, tail = arguments
+    _, pull_back = jax.vjp(
+        lambda q, k, v: tree_attention_reference(q, k, v, length_B, words_BxNxW, settings.scale, tail), *differentiable
+    )
+    return (*pull_back(out_cotangent), None, None, None)
+
+
+_attention.defvjp(_forward, _backward)
 
 
 def _fetch(prefetch_refs, kv_refs, buffer, semaphore, row, start, end):

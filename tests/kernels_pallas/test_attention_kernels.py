@@ -74,6 +74,23 @@ def test_scale(kernel):
     assert_agree(got, tree_attention_reference(c.q, c.k, c.v, c.length, c.words, 0.5))
 
 
+def test_gradients_are_the_references():
+    c = case(7, nodes=5, lengths=(9, 0), capacity=128)
+
+    def loss(attend, q, k, v):
+        return jnp.sum(jnp.sin(attend(q, k, v, c.length, c.words)))
+
+    def kernel(*arguments):
+        return tree_attention(*arguments, chip=V6E, interpret=True)
+
+    got, want = (
+        jax.grad(loss, argnums=(1, 2, 3))(attend, c.q, c.k, c.v) for attend in (kernel, tree_attention_reference)
+    )
+    for ours, theirs in zip(got, want, strict=True):
+        assert np.isfinite(np.asarray(ours)).all() and np.asarray(ours).any()
+        np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-5)
+
+
 def test_rows_may_share_the_pages_of_a_prefix():
     c = case(3, nodes=3, lengths=(PAGE + 4, PAGE + 9), capacity=128)
     k, v = (x.at[1, :, :PAGE].set(x[0, :, :PAGE]) for x in (c.k, c.v))
