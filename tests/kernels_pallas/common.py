@@ -21,7 +21,7 @@ def interpreter(name):
         yield True
         return
     yield pltpu.InterpretParams(detect_races=True, uninitialized_memory="nan", out_of_bounds_reads="raise")
-    assert not tpu_interpreter.races.races_found
+    assert not tpu_interpreter.races.races_found, "the kernel has a race"
 
 
 def random_tree(rng, size):

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kernels_pallas import paged_attention
+from kernels_pallas import copies, paged_attention
 from kernels_pallas.checks import KernelError
 from kernels_pallas.chips import CHIPS, chip_named, chip_of
 from kernels_pallas.tree_attention import tree_attention_reference
@@ -191,3 +191,22 @@ def test_chips_by_name_and_by_device():
         chip_named("v9")
     with pytest.raises(ValueError, match="'NVIDIA H200'"):
         chip_of("NVIDIA H200")
+
+
+def test_the_race_detector_sees_a_buffer_touched_too_early(monkeypatch):
+    def impatient(pairs, semaphore):
+        pairs = list(pairs)
+        start, wait = together(pairs, semaphore)
+
+        def peek_and_wait():
+            for _, target in pairs:
+                target[0, 0, 0] = jnp.float32(0)  # Written while the copy is on its way.
+            wait()
+
+        return start, peek_and_wait
+
+    together = copies.together
+    monkeypatch.setattr(copies, "together", impatient)
+    c = case(8, nodes=2, lengths=(9,), capacity=128)
+    with pytest.raises(AssertionError, match="has a race"), interpreter("races") as interpret:
+        run("contiguous", c, interpret)
