@@ -9,6 +9,8 @@ TRAIN = ["optax>=0.2.4", "orbax-checkpoint>=0.11.25"]
 EXTRAS = {
     "hub": ["huggingface-hub>=0.30"],
     "train": TRAIN,
+    # With JAX comes the TPU compiler that belongs to it.
+    "tpu": ["jax[tpu]>=0.10.1"],
     "peer": ["torch>=2.6", "transformers>=4.51"],
     "test": [
         *TRAIN,

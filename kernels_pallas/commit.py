@@ -166,7 +166,7 @@ def _call(kv: tuple, prefetch: tuple, transfer: Callable, origin: Callable, *, b
     if not interpret:
         kv = tuple(pltpu.with_memory_space_constraint(x, pltpu.HBM) for x in kv)
     any_space = [pl.BlockSpec(memory_space=pl.ANY) for _ in kv]
-    return pl.pallas_call(
+    out = pl.pallas_call(
         functools.partial(_kernel, transfer=transfer, origin=origin, num_prefetch=len(prefetch), num_kv=len(kv)),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=len(prefetch),
@@ -185,6 +185,8 @@ def _call(kv: tuple, prefetch: tuple, transfer: Callable, origin: Callable, *, b
         name=name,
         interpret=interpret,
     )(*prefetch, *kv)
+    # A program whose own result is an array that was held in HBM does not compile; behind a barrier it does.
+    return tuple(out if interpret else lax.optimization_barrier(out))
 
 
 def _kernel(*refs, transfer, origin, num_prefetch: int, num_kv: int):

@@ -28,4 +28,6 @@ def attend(
     Returns:
       [B, N, H, D] in the dtype of the queries.
     """
-    return kv.kernels.attend(q_BxNxHxD, kv.keys[layer], kv.values[layer], kv.length_B, words_BxNxW, scale, kv.tail)
+    return kv.kernels.attend(
+        q_BxNxHxD, kv.keys[layer], kv.values[layer], kv.length_B, words_BxNxW, scale, kv.tail, kv.heads_in_row
+    )

@@ -7,13 +7,14 @@ the compiler.
 
 import dataclasses
 import functools
+import math
 
 import jax
 from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, Float, Int, UInt32
 
 from kernels_pallas import commit as commit_kernels
-from kernels_pallas import tree_attention_tpu
+from kernels_pallas import lanes, tree_attention_tpu
 from kernels_pallas.checks import HEAD_DIMS, LANES
 from kernels_pallas.chips import CHIPS, Chip, chip_of
 from kernels_pallas.tree_attention import tree_attention_reference
@@ -74,32 +75,41 @@ class Kernels:
         """How long a buffer for so many positions must be."""
         return positions if self.chip is None else -(-positions // LANES) * LANES
 
+    def layout(self, num_kv_heads: int, head_dim: int) -> tuple[int, int, int]:
+        """Heads in a row of a buffer, rows of a position, and values in a row (see `kernels_pallas.lanes`)."""
+        return (1, num_kv_heads, head_dim) if self.chip is None else lanes.layout(num_kv_heads, head_dim)
+
     def attend(
         self,
         q_BxNxHxD: Float[Array, "B N H D"],
-        k_BxKxSxD: Float[Array, "B K S D"],
-        v_BxKxSxD: Float[Array, "B K S D"],
+        k_BxKxSxD: Float[Array, "B K S L"],
+        v_BxKxSxD: Float[Array, "B K S L"],
         length_B: Int[Array, "B"],
         words_BxNxW: UInt32[Array, "B N W"] | None,
         scale: float | None,
         tail: Int[Array, ""],
+        heads_in_row: int = 1,
     ) -> Float[Array, "B N H D"]:
-        """Attention by the contract of `kernels_pallas.tree_attention`."""
+        """Attention by the contract of `kernels_pallas.tree_attention`, over rows of several heads where there are."""
         if self.chip is None:
             return tree_attention_reference(q_BxNxHxD, k_BxKxSxD, v_BxKxSxD, length_B, words_BxNxW, scale, tail)
 
+        head_dim = q_BxNxHxD.shape[-1]
+
         def attend(q_BxNxHxD, k_BxKxSxD, v_BxKxSxD, length_B, tail, words_BxNxW=None):
-            return tree_attention_tpu.tree_attention(
-                q_BxNxHxD,
+            _, rows, _, width = k_BxKxSxD.shape
+            out_BxNxHxD = tree_attention_tpu.tree_attention(
+                lanes.pack_queries(q_BxNxHxD, heads_in_row, rows, width),
                 k_BxKxSxD,
                 v_BxKxSxD,
                 length_B,
                 words_BxNxW,
-                scale,
+                1.0 / math.sqrt(head_dim) if scale is None else scale,
                 tail,
                 chip=self.chip,
                 interpret=self.interpret,
             )
+            return lanes.unpack(out_BxNxHxD, heads_in_row, rows, head_dim)
 
         q, kv, whole = PartitionSpec(None, None, self.axis), PartitionSpec(None, self.axis), PartitionSpec()
         words = () if words_BxNxW is None else (words_BxNxW,)

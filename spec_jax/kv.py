@@ -14,6 +14,7 @@ import dataclasses
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
+from kernels_pallas import lanes
 from kernels_pallas.checks import MAX_SCRATCH
 from kernels_pallas.tree_attention import visible
 from spec_jax.kernels import REFERENCE, Kernels
@@ -29,6 +30,7 @@ class KVBuffer:
       tail: positions behind them that earlier passes of the same cycle wrote and the next one may see (a draft model
         scores a tree level by level); `with_length` and `commit` forget them.
       kernels: static; who reads and moves the rows.
+      heads_in_row: static; narrow heads share a row where kernels read it. K and D then count rows and their values.
     """
 
     keys: tuple[Float[Array, "B K S D"], ...]
@@ -36,6 +38,7 @@ class KVBuffer:
     length_B: Int[Array, "B"]
     tail: Int[Array, ""]
     kernels: Kernels = dataclasses.field(default=REFERENCE, metadata={"static": True})
+    heads_in_row: int = dataclasses.field(default=1, metadata={"static": True})
 
     @classmethod
     def create(
@@ -49,13 +52,15 @@ class KVBuffer:
         kernels: Kernels = REFERENCE,
     ) -> "KVBuffer":
         """An empty buffer for at least `capacity` positions a row, committed and scratch together."""
-        shape = (batch, num_kv_heads, kernels.capacity(capacity), head_dim)
+        heads_in_row, rows, width = kernels.layout(num_kv_heads, head_dim)
+        shape = (batch, rows, kernels.capacity(capacity), width)
         return cls(
             keys=tuple(jnp.zeros(shape, dtype) for _ in range(num_layers)),
             values=tuple(jnp.zeros(shape, dtype) for _ in range(num_layers)),
             length_B=jnp.zeros((batch,), jnp.int32),
             tail=jnp.int32(0),
             kernels=kernels,
+            heads_in_row=heads_in_row,
         )
 
     @property
@@ -86,6 +91,8 @@ class KVBuffer:
         if k_BxNxKxD.shape[1] > self.capacity:
             raise ValueError(f"{k_BxNxKxD.shape[1]} new positions cannot fit a buffer of {self.capacity}")
         position_BxN = self.length_B[:, None] + self.tail + jnp.arange(k_BxNxKxD.shape[1])[None, :]
+        width = self.keys[layer].shape[3]
+        k_BxNxKxD, v_BxNxKxD = (lanes.pack_rows(rows, self.heads_in_row, width) for rows in (k_BxNxKxD, v_BxNxKxD))
         return dataclasses.replace(
             self,
             keys=_replaced(self.keys, layer, _scatter(self.keys[layer], position_BxN, k_BxNxKxD)),

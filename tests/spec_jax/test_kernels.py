@@ -17,13 +17,14 @@ from spec_jax.propose import DraftModel
 from spec_jax.tree import Tree
 
 CONFIG = LlamaConfig("llama", 61, 2, 4, 2, 64, 32, 48, max_positions=256)
+ODD = dataclasses.replace(CONFIG, num_heads=3, num_kv_heads=3)
 INTERPRETED = Kernels.choose("interpret", 64)
 
 
-def decoded(kernels, tree):
-    target = LlamaTarget.random(CONFIG, 0, kernels=kernels)
+def decoded(kernels, tree, config=CONFIG):
+    target = LlamaTarget.random(config, 0, kernels=kernels)
     # The target without its last layer: some drafts are accepted, and accepted paths are scattered.
-    draft = LlamaTarget.random(dataclasses.replace(CONFIG, num_layers=1), 0, kernels=kernels)
+    draft = LlamaTarget.random(dataclasses.replace(config, num_layers=1), 0, kernels=kernels)
     law = Law.POINT_MASS if isinstance(tree, Beam) else Law.IID
     proposer = None if tree is None else DraftModel(draft, tree=tree, law=law)
     decoder = sj.Decoder(target, proposer, max_len=64, prefill_chunk=16)
@@ -39,9 +40,23 @@ def test_interpreted_kernels_decode_the_same_tokens(tree):
     assert tree is None or 0 < got.stats.accepted < got.stats.drafted
 
 
+def test_an_odd_number_of_narrow_heads():
+    got, want = (decoded(kernels, Tree.branching((2, 1)), ODD) for kernels in (INTERPRETED, REFERENCE))
+    assert [r.tokens for r in got] == [r.tokens for r in want]
+
+
 def test_a_buffer_for_kernels_is_rounded_up():
     assert KVBuffer.create(1, 1, 1, 70, 64, kernels=INTERPRETED).capacity == 128
     assert KVBuffer.create(1, 1, 1, 70, 64).capacity == 70
+
+
+@pytest.mark.parametrize(
+    ("heads", "head_dim", "rows"), [(4, 64, (2, 128)), (3, 64, (3, 128)), (2, 128, (2, 128)), (1, 256, (1, 256))]
+)
+def test_narrow_heads_share_rows_where_kernels_read_them(heads, head_dim, rows):
+    buffer = KVBuffer.create(1, 1, heads, 128, head_dim, kernels=INTERPRETED)
+    assert (buffer.keys[0].shape[1], buffer.keys[0].shape[3]) == rows
+    assert KVBuffer.create(1, 1, heads, 128, head_dim).keys[0].shape == (1, heads, 128, head_dim)
 
 
 def test_choices():
