@@ -97,13 +97,14 @@ class Schedule:
 
         Args:
           given: the number, for regions where it depends on data. A loop that is not among them must have constant
-            trips; a branch that is not counts as always taken.
+            trips; the part that a branch may skip is issued as often as what is around it. Names of parts that are no
+            region here are no error: on another chip they may be small, or predicated.
 
         Raises:
-          ScheduleError: a loop's number is not known, or there is no region of a given name.
+          ScheduleError: a loop's number is not known, or there is no loop of a given name.
         """
-        if unknown := given.keys() - {region.name for region in self.regions}:
-            raise ScheduleError(f"{self.kernel} has no region {', '.join(sorted(unknown))}; it has {self.describe()}")
+        if unknown := {name for name in given if "b" not in name} - {region.name for region in self.regions}:
+            raise ScheduleError(f"{self.kernel} has no loop {', '.join(sorted(unknown))}; it has {self.describe()}")
         times = {None: 1.0}
         for region in self.regions:
             if region.is_loop and region.trips is None and region.name not in given:
@@ -194,9 +195,7 @@ def parse(kernel: str, bundles: str, utilization: str, allocations: str, delay_s
     loops, skips = {}, []
     for at, (_, text) in enumerate(parts):
         for predicate, region in _BRANCH.findall(text):
-            target = starts.get(int(region))
-            if target is None:
-                raise ScheduleError(f"{kernel}: bundle {at} branches to region {region}, which starts nowhere")
+            target = starts.get(int(region), len(parts) - 1)  # The last bundle says something else in its comment.
             if target <= at:
                 loops[target] = (behind(at), predicate)
             elif target > behind(at):
