@@ -154,15 +154,20 @@ def _paged_tree_attention(chip: Chip, shape: Shape, tree: bool) -> Program:
 
 
 def _commit(chip: Chip, shape: Shape, paged: bool) -> Program:
-    length = _ints(shape.rows)
-    path = _ints(shape.rows, shape.nodes)
+    """A quarter of the nodes is accepted, in every row, and has to move."""
+    length, path, accepted = _ints(shape.rows), _ints(shape.rows, shape.nodes), max(1, shape.nodes // 4)
     row_bytes = 2 * shape.rows * shape.kv_heads * shape.head_dim * jnp.dtype(shape.dtype).itemsize
-    kernel = Kernel("paged_commit" if paged else "commit", 2 * shape.nodes * row_bytes, 0.0)
+    hbm_bytes, moves = 2 * accepted * row_bytes, shape.rows * accepted
     if paged:
         pages, table = _pages(shape)
+        touched = shape.rows * -(-(shape.nodes + shape.page_size - 1) // shape.page_size)
+        # Pages of the first row; then in each row: pages to wait for and to fetch, moves, pages to write; the last row.
+        executions = {"1": touched // shape.rows, "2": shape.rows, "2.1": touched, "2.2": touched, "2.3": touched}
+        executions |= {"2.4": moves, "2.5": touched, "3": touched // shape.rows}
         function = functools.partial(paged_commit, num_rows=shape.nodes, chip=chip)
+        kernel = Kernel("paged_commit", hbm_bytes, 0.0, executions)
         return Program(function, (pages, table, length, length, path), donate=(0,), kernel=kernel)
-    kv = _buffer(shape)
+    kv, kernel = _buffer(shape), Kernel("commit", hbm_bytes, 0.0, {"1.1": moves})
     function = functools.partial(commit, num_rows=shape.nodes, chip=chip)
     return Program(function, (kv, kv, length, length, path), donate=(0, 1), kernel=kernel)
 
@@ -213,12 +218,12 @@ CASES: dict[str, Callable[[Chip, Shape], Program]] = {
     "flash_attention": _flash_attention,
 }
 
-_JAX = ("ragged_paged_attention", "flash_attention")
+JAX_OWN = ("ragged_paged_attention", "flash_attention")
 
 PEERS = {
-    "tree_attention": ("causal_attention", *_JAX),
-    "causal_attention": _JAX,
-    "paged_tree_attention": ("paged_causal_attention", *_JAX),
-    "paged_causal_attention": _JAX,
+    "tree_attention": ("causal_attention", *JAX_OWN),
+    "causal_attention": JAX_OWN,
+    "paged_tree_attention": ("paged_causal_attention", *JAX_OWN),
+    "paged_causal_attention": JAX_OWN,
 }
 """What a case is compared with."""

@@ -11,7 +11,7 @@ _INSTRUCTION = re.compile(r"^ +(?:ROOT )?%(\S+) = ", re.MULTILINE)
 _ARRAY = re.compile(r"\b([a-z][a-z0-9]*)\[([\d,]*)\](?:\{[^}]*?\})?")
 _CALLED = re.compile(
     r"\b(?:calls|to_apply|body|condition|branch_computations|true_computation|false_computation|called_computations)="
-    r"(?:\{([^}]*)\}|(\S+?)(?:,|$| ))"
+    r"(?:\{([^}]*)\}|([^\s,{}]+))"
 )
 _STARTS = ("copy-start", "async-start")
 _COPIES = (*_STARTS, "copy", "slice", "dynamic-slice", "transpose", "dynamic-update-slice")
@@ -82,33 +82,34 @@ def copies_in_loops(text: str, least_bytes: int) -> tuple[Copy, ...]:
     computations, entry = parse(text)
     found = []
     for computation, instruction, depth in _run(computations, entry, into_fusions=False):
-        for opcode, array in _moved(instruction, computations[computation], computations):
+        for opcode, array, space in _moved(instruction, computations[computation], computations):
             if depth > 0 and array.bytes >= least_bytes:
-                into = _SPACES.get(instruction.arrays[0].space, f"S({instruction.arrays[0].space})")
+                into = _SPACES.get(space, f"S({space})")
                 found.append(Copy(instruction.name, opcode, array.dtype, array.sizes, array.bytes, into))
     return tuple(found)
 
 
 def _moved(
     instruction: Instruction, around: dict[str, Instruction], computations: Computations
-) -> Iterator[tuple[str, Array]]:
-    """Opcode and array of what an instruction copies; a fusion copies if its results are copies."""
+) -> Iterator[tuple[str, Array, int]]:
+    """Opcode, array and target memory of what an instruction copies; a fusion copies if its results are copies."""
     opcode = instruction.opcode
     if opcode == "fusion":
         inside = computations[instruction.called[0]]
         results = [list(inside.values())[-1]]
         if results[0].opcode == "tuple":
             results = [inside[name] for name in results[0].operands]
-        for result in results:
+        for result, target in zip(results, instruction.arrays, strict=True):
             while result.opcode in ("bitcast", "reshape"):
                 result = inside[result.operands[0]]
-            yield from _moved(result, inside, computations)
+            for inner_opcode, array, _ in _moved(result, inside, computations):
+                yield inner_opcode, array, target.space
     elif opcode == "dynamic-update-slice":
-        yield opcode, around[instruction.operands[1]].arrays[0]
+        yield opcode, around[instruction.operands[1]].arrays[0], instruction.arrays[0].space
     elif opcode in _COPIES and instruction.arrays:
         # The result of an asynchronous start is target, source and context, or operands, target and context.
-        target = 1 if opcode == "async-start" and len(instruction.arrays) > 2 else 0
-        yield opcode, instruction.arrays[target]
+        target = instruction.arrays[1 if opcode == "async-start" and len(instruction.arrays) > 2 else 0]
+        yield opcode, target, target.space
 
 
 def host_transfers(text: str) -> tuple[str, ...]:

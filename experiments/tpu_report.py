@@ -316,12 +316,12 @@ def _program_table(results: Iterable[Result]) -> str:
 def picture(results: Sequence[Result], shape: Shape) -> Figure:
     """Estimated time of issue by kernel and chip, beside the time that HBM needs for the bytes."""
     shown = [result for result in results if result.estimate is not None]
-    figure = Figure(figsize=(10, 1.5 + 0.4 * len(shown)), layout="constrained", dpi=110)
+    figure = Figure(figsize=(10, 1.8 + 0.4 * len(shown)), layout="constrained", dpi=110)
     axes = figure.subplots()
     for y, result in enumerate(shown):
         e = result.estimate
         issue, floor = 1e6 * e.cycles / e.clock_hz, 1e6 * e.roofline_s
-        axes.barh(y, issue, color="#d55e00" if result.case not in tpu_cases.PEERS else "#0072b2", height=0.6)
+        axes.barh(y, issue, color="#d55e00" if result.case in tpu_cases.JAX_OWN else "#0072b2", height=0.6)
         axes.plot([floor] * 2, [y - 0.4, y + 0.4], color="black", label="HBM or MXU at the peak" if y == 0 else None)
         text = f"{e.cycles / 1e3:.0f}k cycles"
         axes.annotate(text, (max(issue, floor), y), xytext=(6, 0), textcoords="offset points", va="center")
@@ -331,7 +331,7 @@ def picture(results: Sequence[Result], shape: Shape) -> Figure:
     axes.set_xlabel("microseconds of issue, estimated from the compiler's schedule and not measured")
     axes.set_title(str(shape))
     if shown:
-        axes.legend(loc="lower right")
+        figure.legend(loc="outside lower center")
     return figure
 
 

@@ -283,7 +283,8 @@ def _trips(parts: list[tuple[str, str]], start: int, end: int, predicate: str) -
         return None
     counter, bound = test[1], int(test[2])
     step = re.search(rf"%{counter} = sadd\.s32 (?:(\d+), %|%\w+, (\d+))", body)
-    phi = re.search(rf"= sphi %(\w+), %{counter}\b", parts[start][1])
+    same = "|".join([counter, *re.findall(rf"%(\w+) = smov %{counter}\b", body)])
+    phi = re.search(rf"= sphi %(\w+), %(?:{same})\b", parts[start][1])
     before = "".join(text for _, text in parts[:start])
     first = phi and re.search(rf"%{phi[1]} = smov (?:\(!?%\w+\), )?(\d+)", before)
     if not step or not first:
