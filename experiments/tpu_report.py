@@ -262,7 +262,9 @@ def _kernel_table(results: Iterable[Result]) -> str:
 
 def _ratios(results: Sequence[Result]) -> str:
     cycles = {(r.case, r.chip, r.nodes): r.estimate.cycles for r in results}
-    peers = list(dict.fromkeys(peer for r in results for peer in tpu_cases.PEERS.get(r.case, ())))
+    compiled = {r.case for r in results}
+    wanted = dict.fromkeys(peer for r in results for peer in tpu_cases.PEERS.get(r.case, ()))
+    peers = [peer for peer in wanted if peer in compiled]
     lines = []
     for (case, chip, nodes), own in cycles.items():
         found = [cycles.get((peer, chip, nodes)) if peer in tpu_cases.PEERS.get(case, ()) else None for peer in peers]

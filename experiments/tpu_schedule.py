@@ -278,15 +278,16 @@ def _vmem_bytes(text: str) -> int:
 def _trips(parts: list[tuple[str, str]], start: int, end: int, predicate: str) -> int | None:
     """Rounds of the loop if its counter starts at, grows by, and is compared with constants."""
     body = "".join(text for _, text in parts[start:end])
-    test = re.search(rf"%{predicate} = scmp\.ge\.s32\.totalorder %(\w+), (\d+) /\* loop exit test", body)
+    guard = r"(?:\([^)]*\), )?"  # An instruction may be predicated.
+    test = re.search(rf"%{predicate} = scmp\.ge\.s32\.totalorder {guard}%(\w+), (\d+) /\* loop exit test", body)
     if not test:
         return None
     counter, bound = test[1], int(test[2])
-    step = re.search(rf"%{counter} = sadd\.s32 (?:(\d+), %|%\w+, (\d+))", body)
-    same = "|".join([counter, *re.findall(rf"%(\w+) = smov %{counter}\b", body)])
+    step = re.search(rf"%{counter} = sadd\.s32 {guard}(?:(\d+), %|%\w+, (\d+))", body)
+    same = "|".join([counter, *re.findall(rf"%(\w+) = smov {guard}%{counter}\b", body)])
     phi = re.search(rf"= sphi %(\w+), %(?:{same})\b", parts[start][1])
     before = "".join(text for _, text in parts[:start])
-    first = phi and re.search(rf"%{phi[1]} = smov (?:\(!?%\w+\), )?(\d+)", before)
+    first = phi and re.search(rf"%{phi[1]} = smov {guard}(\d+)", before)
     if not step or not first:
         return None
     return -(-(bound - int(first[1])) // int(step[1] or step[2]))
