@@ -55,6 +55,7 @@ class Kernel:
       name: how its name in the schedule begins.
       hbm_bytes: that it must move between HBM and the core at least.
       flops: of its matrix products.
+      cores: that share its work (v5p has two, for grids that allow it); the schedule is that of one.
       executions: of regions of its schedule that depend on data, in a whole call (see `tpu_schedule.Schedule`).
     """
 
@@ -62,6 +63,7 @@ class Kernel:
     hbm_bytes: int
     flops: float
     executions: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    cores: int = 1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -193,7 +195,6 @@ def _ragged_paged_attention(chip: Chip, shape: Shape) -> Program:
 
 def _flash_attention(chip: Chip, shape: Shape) -> Program:
     """JAX's own with a float32 bias as the mask; a group's queries are folded into rows beforehand, at no charge."""
-    del chip
     group = shape.nodes * shape.heads // shape.kv_heads
     q = jax.ShapeDtypeStruct((shape.rows, shape.kv_heads, group, shape.head_dim), shape.dtype)
     bias = jax.ShapeDtypeStruct((shape.rows, shape.kv_heads, group, shape.context), jnp.float32)
@@ -203,7 +204,8 @@ def _flash_attention(chip: Chip, shape: Shape) -> Program:
         sizes = jax_flash.BlockSizes(block_q=group, block_k_major=block, block_k=block, block_b=1)
         return jax_flash.flash_attention(q, k, v, bias, sm_scale=shape.head_dim**-0.5, block_sizes=sizes)
 
-    kernel = Kernel("flash_attention", _bytes(q, q, kv, kv, bias), _attention_flops(shape))
+    cores = 2 if chip.name == "v5p" else 1
+    kernel = Kernel("flash_attention", _bytes(q, q, kv, kv, bias), _attention_flops(shape), cores=cores)
     return Program(function, (q, kv, kv, bias), kernel=kernel)
 
 

@@ -64,8 +64,9 @@ class Estimate:
       cycles: estimated issue cycles of a call.
       around_cycles: of what the program runs beside the kernel (layouts of arguments and results); None where the
         schedules do not tell.
-      hbm_bytes, flops: that the kernel needs at least.
-      clock_hz, hbm_s, mxu_s: of the chip, and what it needs for these at its peak.
+      hbm_bytes, flops: that the kernel needs at least, on all its cores.
+      cores: that share its work; the schedule is that of one.
+      clock_hz, hbm_s, mxu_s: of the chip, and what its cores need for these at their peak.
     """
 
     kernel: str
@@ -77,6 +78,7 @@ class Estimate:
     loops: tuple[Loop, ...]
     hbm_bytes: int
     flops: float
+    cores: int
     clock_hz: float
     hbm_s: float
     mxu_s: float
@@ -166,9 +168,10 @@ def _estimate(chip: Chip, kernel: tpu_cases.Kernel, dump: Path) -> Estimate:
         loops=loops,
         hbm_bytes=kernel.hbm_bytes,
         flops=kernel.flops,
+        cores=kernel.cores,
         clock_hz=chip.clock_hz,
-        hbm_s=kernel.hbm_bytes / chip.hbm_bytes_per_s,
-        mxu_s=kernel.flops / chip.flops_per_s,
+        hbm_s=kernel.hbm_bytes / (kernel.cores * chip.hbm_bytes_per_s),
+        mxu_s=kernel.flops / (kernel.cores * chip.flops_per_s),
     )
 
 
@@ -204,8 +207,9 @@ def markdown(results: Sequence[Result], shape: Shape) -> str:
     if kernels := [result for result in done if result.estimate is not None]:
         parts += [
             "**Kernels.** Estimated issue cycles of a call, in thousands, and of what surrounds the kernel in its "
-            "program; spills: vector registers filled and spilled, in all the kernel and in its hottest loop. HBM: "
-            "bytes that must be moved, the time for them or for the products at the chip's peak, whichever is longer.",
+            "program; spills: vector registers filled and spilled, in all the kernel and in its hottest loop; all this "
+            "for one of the cores that share the work. HBM: bytes that must be moved, the time for them or for the "
+            "products at the peak, whichever is longer.",
             _kernel_table(kernels),
         ]
         if ratios := _ratios(kernels):
@@ -234,8 +238,8 @@ def markdown(results: Sequence[Result], shape: Shape) -> str:
 
 def _kernel_table(results: Iterable[Result]) -> str:
     header = (
-        "case", "chip", "nodes", "compile s", "VMEM MiB", "bundles", "cycles", "around", "spills", "in hot loop", "us",
-        "HBM MB", "roofline us",
+        "case", "chip", "nodes", "compile s", "cores", "VMEM MiB", "bundles", "cycles", "around", "spills",
+        "in hot loop", "us", "HBM MB", "roofline us",
     )  # fmt: skip
     lines = []
     for result in results:
@@ -246,10 +250,11 @@ def _kernel_table(results: Iterable[Result]) -> str:
                 result.chip,
                 str(result.nodes),
                 f"{result.compile_s:.1f}",
+                str(e.cores),
                 f"{e.vmem_bytes / _MIB:.1f}",
                 str(e.bundles),
                 f"{e.cycles / 1e3:.1f}",
-                "" if e.around_cycles is None else f"{e.around_cycles / 1e3:.1f}",
+                "?" if e.around_cycles is None else f"{e.around_cycles / 1e3:.1f}",
                 str(e.spills),
                 str(e.hot.spills),
                 f"{1e6 * e.cycles / e.clock_hz:.1f}",

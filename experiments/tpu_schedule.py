@@ -148,19 +148,20 @@ def names(folder: Path) -> tuple[str, ...]:
 
 
 def read(folder: Path, kernel: str, delay_slots: int = 4) -> Schedule:
-    """The schedule of the kernel whose name begins so; see `parse`.
+    """The schedule of the kernel of that name, or else of the one whose name begins so; see `parse`.
 
     Raises:
       ScheduleError: the dump has none, or several; or they cannot be read.
     """
-    matching = [name for name in names(folder) if name.startswith(kernel)]
+    found = names(folder)
+    matching = [kernel] if kernel in found else [name for name in found if name.startswith(kernel)]
     if len(matching) != 1:
         raise ScheduleError(
             f"expected the schedule of one kernel {kernel!r}, found {', '.join(matching) or 'none'} among "
-            f"{', '.join(names(folder)) or 'none at all'}"
+            f"{', '.join(found) or 'none at all'}"
         )
-    found = ((path, _FILE.fullmatch(path.name)) for path in folder.iterdir())
-    files = {match[2]: path.read_text("utf-8") for path, match in found if match and match[1] == matching[0]}
+    paths = ((path, _FILE.fullmatch(path.name)) for path in folder.iterdir())
+    files = {match[2]: path.read_text("utf-8") for path, match in paths if match and match[1] == matching[0]}
     return parse(
         matching[0],
         files["final_bundles"],

@@ -150,10 +150,11 @@ def test_the_files_of_a_kernel_are_found_by_its_name(tmp_path):
         "50-pre-finalize-registers-and-allocations": ALLOCATIONS,
         "70-schedule-analysis_final_bundles": "",
     }
-    for name in ("tree_attention.1", "copy.2", "TLP", "<late-finalization>"):
+    for name in ("tree_attention.1", "copy", "copy.2", "TLP", "<late-finalization>"):
         for stage, text in stages.items():
             (tmp_path / f"1796-{name}-{stage}.txt").write_text(text)
-    assert tpu_schedule.names(tmp_path) == ("copy.2", "tree_attention.1")
+    assert tpu_schedule.names(tmp_path) == ("copy", "copy.2", "tree_attention.1")
     assert tpu_schedule.read(tmp_path, "tree_attention").kernel == "tree_attention.1"
-    with pytest.raises(tpu_schedule.ScheduleError, match="one kernel 'flash', found none among copy.2, tree_att"):
+    assert tpu_schedule.read(tmp_path, "copy").kernel == "copy"
+    with pytest.raises(tpu_schedule.ScheduleError, match="one kernel 'flash', found none among copy, copy.2, tree_at"):
         tpu_schedule.read(tmp_path, "flash")
