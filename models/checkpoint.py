@@ -152,8 +152,13 @@ def filled_params(config: LlamaConfig, value_of: Callable[[str], Any]) -> Params
     dtype = jnp.dtype(config.dtype)
 
     def value(path):
-        parts = [np.asarray(value_of(part)).astype(dtype, copy=False) for part, _ in _parts(config, path)]
-        return _oriented(path, parts[0] if len(parts) == 1 else np.concatenate(parts))
+        groups, parts = _parts(config, path)
+        arrays = [np.asarray(value_of(part)).astype(dtype, copy=False) for part in parts]
+        if len(arrays) > 1:
+            shape = arrays[0].shape[1:]
+            arrays = [array.reshape(groups, -1, *shape) for array in arrays]
+            arrays = [np.concatenate(arrays, axis=1).reshape(-1, *shape)]
+        return _oriented(path, arrays[0])
 
     # A copy: on CPU the array could otherwise be the mapped file itself.
     filled = [(path, variable.replace(jnp.array(value(path)))) for path, variable in nnx.to_flat_state(state)]
@@ -164,10 +169,14 @@ def flat_params(config: LlamaConfig, params: Params) -> dict[str, Any]:
     """A model's arrays as files have them, by dotted path, e.g. `layers.3.mlp.up.weight`; matrices are [out, in]."""
     flat = {}
     for path, leaf in nnx.to_flat_state(params):
-        array, start = _oriented(path, leaf.get_value()), 0
-        for part, width in _parts(config, path):
-            flat[part] = array if width is None else array[start : start + width]
-            start += width or 0
+        array, (groups, parts) = _oriented(path, leaf.get_value()), _parts(config, path)
+        if len(parts) == 1:
+            flat |= {part: array for part in parts}
+            continue
+        grouped, start = array.reshape(groups, -1, *array.shape[1:]), 0
+        for part, width in parts.items():
+            flat[part] = grouped[:, start : start + width].reshape(-1, *array.shape[1:])
+            start += width
     return flat
 
 
@@ -178,14 +187,17 @@ def param_shapes(config: LlamaConfig) -> dict[str, tuple[int, ...]]:
     return {path: shape.shape for path, shape in shapes.items()}
 
 
-def _parts(config: LlamaConfig, path: tuple) -> list[tuple[str, int | None]]:
-    """Paths and output widths of the arrays that one parameter holds side by side; no width where it is one array."""
-    fused = {
-        "qkv": {"q": config.q_width, "k": config.kv_width, "v": config.kv_width},
-        "gate_up": {"gate": config.mlp_dim, "up": config.mlp_dim},
-    }
+def _parts(config: LlamaConfig, path: tuple) -> tuple[int, dict[str, int]]:
+    """In how many groups one parameter's outputs come, and the arrays side by side in each: paths and widths there."""
     *outer, module, kind = map(str, path)
-    return [(".".join([*outer, part, kind]), width) for part, width in fused.get(module, {module: None}).items()]
+    match module:
+        case "qkv":
+            groups, widths = config.num_kv_heads, {"q": config.q_width, "k": config.kv_width, "v": config.kv_width}
+        case "gate_up":
+            groups, widths = config.mlp_groups, {"gate": config.mlp_dim, "up": config.mlp_dim}
+        case _:
+            groups, widths = 1, {module: 0}
+    return groups, {".".join([*outer, part, kind]): width // groups for part, width in widths.items()}
 
 
 def _oriented(path: tuple, array):

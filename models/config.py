@@ -114,6 +114,11 @@ class LlamaConfig:
         return self.num_kv_heads * self.head_dim
 
     @property
+    def mlp_groups(self) -> int:
+        """Groups that the MLP's features are stored in: the most that whole groups go with key/value heads."""
+        return math.gcd(self.num_kv_heads, self.mlp_dim)
+
+    @property
     def rotary_dim(self) -> int:
         """How many of a head's dimensions are rotated."""
         return int(self.head_dim * self.partial_rotary_factor)

@@ -87,14 +87,13 @@ class Attention(nnx.Module):
     """Grouped-query attention over the buffer's committed prefix and the new positions' own ancestors."""
 
     def __init__(self, config: LlamaConfig, rngs: nnx.Rngs | None):
-        # One product for queries, keys and values: fewer, larger ones are faster everywhere.
-        widths = config.q_width, config.kv_width, config.kv_width
-        self.qkv = Linear(config.model_dim, sum(widths), config.attention_bias, config, rngs)
+        # One product for queries, keys and values: fewer, larger ones are faster everywhere. Its features come in a
+        # group for each key/value head, [its query heads | key | value], so that heads can be shared out over devices.
+        self.qkv = Linear(config.model_dim, config.q_width + 2 * config.kv_width, config.attention_bias, config, rngs)
         self.o = Linear(config.q_width, config.model_dim, config.output_bias, config, rngs)
-        self.heads = config.num_heads, config.num_kv_heads
         self.q_norm = RMSNorm(config.head_dim, config, rngs) if config.qk_norm else None
         self.k_norm = RMSNorm(config.head_dim, config, rngs) if config.qk_norm else None
-        self.head_dim = config.head_dim
+        self.group_shape = config.num_kv_heads, config.num_heads // config.num_kv_heads + 2, config.head_dim
 
     def __call__(
         self,
@@ -105,9 +104,10 @@ class Attention(nnx.Module):
         words_BxNxW: UInt32[Array, "B N W"] | None,
     ) -> tuple[Float[Array, "B N E"], KVBuffer]:
         batch, num_nodes, _ = x_BxNxE.shape
-        qkv_BxNxJxD = self.qkv(x_BxNxE).reshape(batch, num_nodes, -1, self.head_dim)
-        num_heads, num_kv_heads = self.heads
-        q_BxNxHxD, k_BxNxKxD, v_BxNxKxD = jnp.split(qkv_BxNxJxD, [num_heads, num_heads + num_kv_heads], axis=2)
+        # J: a group's heads.
+        qkv_BxNxKxJxD = self.qkv(x_BxNxE).reshape(batch, num_nodes, *self.group_shape)
+        q_BxNxHxD = qkv_BxNxKxJxD[..., :-2, :].reshape(batch, num_nodes, -1, self.group_shape[-1])
+        k_BxNxKxD, v_BxNxKxD = qkv_BxNxKxJxD[..., -2, :], qkv_BxNxKxJxD[..., -1, :]
         if self.q_norm is not None:
             q_BxNxHxD, k_BxNxKxD = self.q_norm(q_BxNxHxD), self.k_norm(k_BxNxKxD)
         kv = kv.write(layer, rotary(k_BxNxKxD), v_BxNxKxD)
@@ -119,12 +119,16 @@ class MLP(nnx.Module):
     """SwiGLU."""
 
     def __init__(self, config: LlamaConfig, rngs: nnx.Rngs | None):
+        # One product as in attention, in groups of [gate | up].
+        self.num_groups = config.mlp_groups
         self.gate_up = Linear(config.model_dim, 2 * config.mlp_dim, config.mlp_bias, config, rngs)
         self.down = Linear(config.mlp_dim, config.model_dim, config.mlp_bias, config, rngs)
 
     def __call__(self, x_BxNxE: Float[Array, "B N E"]) -> Float[Array, "B N E"]:
-        gate_BxNxF, up_BxNxF = jnp.split(self.gate_up(x_BxNxE), 2, axis=-1)
-        return self.down(jax.nn.silu(gate_BxNxF) * up_BxNxF)
+        batch, num_nodes, _ = x_BxNxE.shape
+        gate_up_BxNxGx2xF = self.gate_up(x_BxNxE).reshape(batch, num_nodes, self.num_groups, 2, -1)
+        hidden_BxNxGxF = jax.nn.silu(gate_up_BxNxGx2xF[..., 0, :]) * gate_up_BxNxGx2xF[..., 1, :]
+        return self.down(hidden_BxNxGxF.reshape(batch, num_nodes, -1))
 
 
 class Block(nnx.Module):
