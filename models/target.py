@@ -11,8 +11,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int, UInt32
 
+from models import sharding
 from models.checkpoint import Checkpoint, Params, flat_params
 from models.config import LlamaConfig
 from models.errors import ModelError
@@ -88,11 +90,38 @@ class LlamaTarget:
     def max_positions(self) -> int:
         return self.config.max_positions
 
+    def sharded(self, mesh: Mesh, axis: str = "model") -> "LlamaTarget":
+        """This model on several devices by tensor parallelism, by the rules of `models.sharding`.
+
+        Args:
+          mesh: the devices; arrays are partitioned along `axis` and whole along others.
+
+        Raises:
+          ModelError: the mesh has no such axis, or heads, MLP or vocabulary cannot be divided along it.
+        """
+        return self._on_mesh(mesh, axis)
+
+    def replicated(self, mesh: Mesh) -> "LlamaTarget":
+        """This model whole on every device of a mesh, e.g. a draft model beside a sharded target."""
+        return self._on_mesh(mesh, None)
+
+    def _on_mesh(self, mesh: Mesh, axis: str | None) -> "LlamaTarget":
+        kernels = dataclasses.replace(self.kernels, mesh=sharding.automatic(mesh), axis=axis)
+        params = jax.device_put(self.params, sharding.param_shardings(self.config, kernels))
+        return LlamaTarget(
+            self.config, params, self.tokenizer, self.eos_token_ids, self.name, self.tokenizer_problem, kernels
+        )
+
     def init_kv(self, batch: int, capacity: int) -> KVBuffer:
         """An empty buffer of `capacity` positions a row, in the model's dtype."""
         c = self.config
         dtype = jnp.dtype(c.dtype)
-        return KVBuffer.create(c.num_layers, batch, c.num_kv_heads, capacity, c.head_dim, dtype, self.kernels)
+        create = functools.partial(
+            KVBuffer.create, c.num_layers, batch, c.num_kv_heads, capacity, c.head_dim, dtype, self.kernels
+        )
+        if self.kernels.mesh is None:
+            return create()
+        return jax.jit(create, out_shardings=sharding.kv_shardings(jax.eval_shape(create)))()
 
     def forward(
         self,

@@ -29,13 +29,14 @@ class Kernels:
     Attributes:
       chip: the TPU that kernels are built for; None runs plain JAX.
       interpret: kernels run on any platform, slowly, to be checked.
-      mesh, axis: devices over which the heads lie, and the mesh axis of them; None for one device.
+      mesh, axis: devices over which the heads lie, and the mesh axis of them. No axis: all heads on each device; no
+        mesh: one device.
     """
 
     chip: Chip | None = None
     interpret: bool = False
     mesh: Mesh | None = None
-    axis: str = "model"
+    axis: str | None = "model"
 
     @classmethod
     def choose(cls, implementation: str = "auto", head_dim: int = 128, chip: Chip | None = None) -> "Kernels":
