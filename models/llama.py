@@ -56,12 +56,20 @@ class Embedding(nnx.Module):
         self.weight = _param(init, (config.vocab_size, config.model_dim), config.dtype, rngs)
 
     def __call__(self, tokens_BxN: Int[Array, "B N"]) -> Float[Array, "B N E"]:
-        weight_VxE = self.weight[...]
-        if weight_VxE.dtype != jnp.bfloat16:
-            return jnp.take(weight_VxE, tokens_BxN, axis=0, mode="clip")
-        # As bits: XLA:CPU would convert the whole table to float32 to look up a row of bfloat16.
-        bits_BxNxE = jnp.take(jax.lax.bitcast_convert_type(weight_VxE, jnp.uint16), tokens_BxN, axis=0, mode="clip")
-        return jax.lax.bitcast_convert_type(bits_BxNxE, jnp.bfloat16)
+        return jax.lax.platform_dependent(self.weight[...], tokens_BxN, cpu=_rows_on_cpu, default=_rows)
+
+
+def _rows(weight_VxE, tokens_BxN):
+    return jnp.take(weight_VxE, tokens_BxN, axis=0, mode="clip")
+
+
+def _rows_on_cpu(weight_VxE, tokens_BxN):
+    if weight_VxE.dtype != jnp.bfloat16:
+        return _rows(weight_VxE, tokens_BxN)
+    # As bits: XLA:CPU would convert the whole table to float32 to look up a row of bfloat16. (XLA:TPU copies the table
+    # to see it as bits.)
+    bits_BxNxE = _rows(jax.lax.bitcast_convert_type(weight_VxE, jnp.uint16), tokens_BxN)
+    return jax.lax.bitcast_convert_type(bits_BxNxE, jnp.bfloat16)
 
 
 class Rotary:

@@ -1,5 +1,6 @@
 import dataclasses
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -96,6 +97,15 @@ def test_bfloat16_follows_float32():
     np.testing.assert_allclose(low_BxNxV, high_BxNxV, atol=0.05 * float(jnp.abs(high_BxNxV).max()))
     single = in_pieces(low, tokens_BxN, [1] * 8)
     np.testing.assert_allclose(single, low_BxNxV, atol=0.05 * float(jnp.abs(high_BxNxV).max()))
+
+
+@pytest.mark.parametrize("platform, as_bits", [("cpu", True), ("tpu", False)])
+def test_a_bfloat16_row_is_looked_up_as_bits_on_cpu_only(platform, as_bits):
+    target = noisy_target(dataclasses.replace(TINY, dtype="bfloat16"))
+    traced = jax.jit(target.forward).trace(
+        target.params, *[jnp.zeros((1, 1), jnp.int32)] * 2, target.init_kv(1, 8), None
+    )
+    assert ("bitcast_convert" in traced.lower(lowering_platforms=(platform,)).as_text()) == as_bits
 
 
 def test_the_norm_is_computed_in_float32():
