@@ -15,6 +15,7 @@ from pathlib import Path
 
 import jax
 from jax.experimental import topologies
+from jax.experimental.compilation_cache import compilation_cache
 
 # libtpu asks these for the machine that it does not run on; the last lets two processes use it at once.
 _ENVIRONMENT = {
@@ -45,19 +46,20 @@ def prepare(dump: Path | None = None) -> None:
     """
     if not is_installed():
         raise TpuCompilerError("the TPU compiler, libtpu, is not installed: pip install -e '.[tpu]'")
+    jax.config.update("jax_platforms", "cpu")
+    # What is cached is not compiled, and writes no schedule; nor can it be read where there is no device.
+    jax.config.update("jax_enable_compilation_cache", False)
+    compilation_cache.reset_cache()  # Whether there is one is decided once.
     given = os.environ.get("LIBTPU_INIT_ARGS", "")
     wanted = "" if dump is None else f"--xla_jf_dump_to={dump} --xla_jf_dump_llo_text=true"
-    if _is_loaded():
-        if wanted not in given:
-            raise TpuCompilerError(
-                f"libtpu was loaded before it was told to write schedules to {dump}: call `prepare` first, in a "
-                "process of its own"
-            )
-        return
-    os.environ.update(_ENVIRONMENT)
-    os.environ["LIBTPU_INIT_ARGS"] = f"{given} {wanted}".strip()
-    jax.config.update("jax_platforms", "cpu")
-    jax.config.update("jax_enable_compilation_cache", False)  # What is cached is not compiled, and writes no schedule.
+    if not _is_loaded():
+        os.environ.update(_ENVIRONMENT)
+        os.environ["LIBTPU_INIT_ARGS"] = f"{given} {wanted}".strip()
+    elif wanted not in given:
+        raise TpuCompilerError(
+            f"libtpu was loaded before it was told to write schedules to {dump}: call `prepare` first, in a process of "
+            "its own"
+        )
 
 
 def _is_loaded() -> bool:

@@ -99,7 +99,8 @@ def _moved(
         results = [list(inside.values())[-1]]
         if results[0].opcode == "tuple":
             results = [inside[name] for name in results[0].operands]
-        for result, target in zip(results, instruction.arrays, strict=True):
+        # A reduction of several arrays at once is one result, and no copy.
+        for result, target in zip(results, instruction.arrays, strict=False):
             while result.opcode in ("bitcast", "reshape"):
                 result = inside[result.operands[0]]
             for inner_opcode, array, _ in _moved(result, inside, computations):

@@ -63,3 +63,26 @@ def check_words(words, B: int, N: int) -> None:
         raise KernelError(f"ancestor words reach {MAX_SCRATCH} scratch rows at most, got {words.shape}")
     if words.ndim != 3 or words.shape[:2] != (B, N) or words.shape[2] < 1 or words.dtype != jnp.uint32:
         raise KernelError(f"ancestor words must be uint32 [{B}, {N}, W], got {words.dtype} {words.shape}")
+
+
+def check_rows(dtype, head_dim: int) -> None:
+    """Raises KernelError for keys and values of a dtype or head_dim that is not supported."""
+    if dtype not in (jnp.float32, jnp.bfloat16):
+        raise KernelError(f"keys and values must be float32 or bfloat16, got {dtype}")
+    if head_dim not in HEAD_DIMS:
+        raise KernelError(f"head_dim {head_dim} is not supported, expected one of {HEAD_DIMS}")
+
+
+def check_buffers(keys, values) -> None:
+    """Checks a contiguous buffer that a kernel changes.
+
+    Raises:
+      KernelError: keys and values disagree, or are of a shape or dtype that is not supported.
+    """
+    if keys.ndim != 4 or keys.shape != values.shape:
+        raise KernelError(f"keys and values must both be [B, K, S, D], got {keys.shape=}, {values.shape=}")
+    if keys.dtype != values.dtype:
+        raise KernelError(f"keys and values must both be float32 or both bfloat16, got {keys.dtype}, {values.dtype}")
+    check_rows(keys.dtype, keys.shape[3])
+    if keys.shape[2] % LANES:
+        raise KernelError(f"rows hold {keys.shape[2]} positions, expected a multiple of {LANES}: {keys.shape=}")

@@ -1,4 +1,4 @@
-"""Which implementation of attention and commit runs: the Pallas kernels on TPU, plain JAX elsewhere.
+"""Which implementation of attention, write and commit runs: the Pallas kernels on TPU, plain JAX elsewhere.
 
 A `KVBuffer` carries the choice, since who reads it and how it is laid out belong together. A kernel is one device's
 program: where the heads lie on several, each runs it on its own (tensor parallelism), and plain JAX is partitioned by
@@ -15,6 +15,7 @@ from jaxtyping import Array, Float, Int, UInt32
 
 from kernels_pallas import commit as commit_kernels
 from kernels_pallas import lanes, tree_attention_tpu
+from kernels_pallas import write as write_kernel
 from kernels_pallas.checks import HEAD_DIMS, LANES
 from kernels_pallas.chips import CHIPS, Chip, chip_of
 from kernels_pallas.tree_attention import tree_attention_reference
@@ -116,6 +117,25 @@ class Kernels:
         words = () if words_BxNxW is None else (words_BxNxW,)
         specs = (q, kv, kv, whole, whole, *(whole for _ in words))
         return self._on_each_device(attend, specs, q)(q_BxNxHxD, k_BxKxSxD, v_BxKxSxD, length_B, tail, *words)
+
+    def write(
+        self,
+        k_BxKxSxD: Float[Array, "B K S D"],
+        v_BxKxSxD: Float[Array, "B K S D"],
+        start_B: Int[Array, "B"],
+        new_k_BxNxKxD: Float[Array, "B N K D"],
+        new_v_BxNxKxD: Float[Array, "B N K D"],
+    ) -> tuple[Float[Array, "B K S D"], Float[Array, "B K S D"]]:
+        """Keys and values with new positions of each row from `start` on, by `kernels_pallas.write`."""
+        if self.chip is None:
+            return (
+                write_kernel.write_reference(k_BxKxSxD, start_B, new_k_BxNxKxD),
+                write_kernel.write_reference(v_BxKxSxD, start_B, new_v_BxNxKxD),
+            )
+        kv, new, whole = PartitionSpec(None, self.axis), PartitionSpec(None, None, self.axis), PartitionSpec()
+        write = functools.partial(write_kernel.write, chip=self.chip, interpret=self.interpret)
+        write = self._on_each_device(write, (kv, kv, whole, new, new), (kv, kv))
+        return write(k_BxKxSxD, v_BxKxSxD, start_B, new_k_BxNxKxD, new_v_BxNxKxD)
 
     def commit(
         self,

@@ -5,8 +5,8 @@ writes the nodes of a tree into the scratch at `length..length+N`, attention sho
 prefix and its own ancestors, and `commit` keeps the accepted nodes by moving them next to the prefix and
 advancing `length`. Rejection is no work at all: stale rows are masked by length, never cleared.
 
-Layout: one `[B, K, S, D]` array of keys and one of values per layer. Writes are native scatters with dropped
-out-of-range indices, a form that XLA keeps in place inside a loop on TPU, and its readers need no relayout.
+Layout: one `[B, K, S, D]` array of keys and one of values per layer, as attention reads them. What touches them is in
+`spec_jax.kernels`.
 """
 
 import dataclasses
@@ -90,13 +90,12 @@ class KVBuffer:
         """
         if k_BxNxKxD.shape[1] > self.capacity:
             raise ValueError(f"{k_BxNxKxD.shape[1]} new positions cannot fit a buffer of {self.capacity}")
-        position_BxN = self.length_B[:, None] + self.tail + jnp.arange(k_BxNxKxD.shape[1])[None, :]
         width = self.keys[layer].shape[3]
         k_BxNxKxD, v_BxNxKxD = (lanes.pack_rows(rows, self.heads_in_row, width) for rows in (k_BxNxKxD, v_BxNxKxD))
+        start_B = self.length_B + self.tail
+        keys, values = self.kernels.write(self.keys[layer], self.values[layer], start_B, k_BxNxKxD, v_BxNxKxD)
         return dataclasses.replace(
-            self,
-            keys=_replaced(self.keys, layer, _scatter(self.keys[layer], position_BxN, k_BxNxKxD)),
-            values=_replaced(self.values, layer, _scatter(self.values[layer], position_BxN, v_BxNxKxD)),
+            self, keys=_replaced(self.keys, layer, keys), values=_replaced(self.values, layer, values)
         )
 
     def commit(
@@ -116,12 +115,6 @@ class KVBuffer:
         num_rows = min(self.capacity, MAX_SCRATCH) if num_rows is None else num_rows
         keys, values = self.kernels.commit(self.keys, self.values, self.length_B, count_B, path_BxP, num_rows)
         return dataclasses.replace(committed, keys=keys, values=values)
-
-
-def _scatter(rows_BxKxSxD, position_BxN, new_BxNxKxD):
-    batch_Bx1 = jnp.arange(rows_BxKxSxD.shape[0])[:, None]
-    new_BxNxKxD = new_BxNxKxD.astype(rows_BxKxSxD.dtype)
-    return rows_BxKxSxD.at[batch_Bx1, :, position_BxN].set(new_BxNxKxD, mode="drop")
 
 
 def _replaced(items: tuple, index: int, item) -> tuple:

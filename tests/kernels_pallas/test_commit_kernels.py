@@ -76,7 +76,7 @@ def test_nodes_that_are_not_numbers_stay_where_they_are():
         (dict(count_B=jnp.zeros(3, jnp.int32)), r"count must be int32 \[1\]"),
         (dict(path_BxP=jnp.zeros((2, 9), jnp.int32)), r"path must be int32 \[1, 9\]"),
         (dict(values_BxKxSxD=jnp.zeros((1, 2, 256, 64), jnp.bfloat16)), "both be float32 or both bfloat16"),
-        (dict(values_BxKxSxD=jnp.zeros((1, 2, 128, 64))), r"values_BxKxSxD.shape=\(1, 2, 128, 64\)"),
+        (dict(values_BxKxSxD=jnp.zeros((1, 2, 128, 64))), r"values.shape=\(1, 2, 128, 64\)"),
         (dict(chip=None), "Chip"),
     ],
 )

@@ -6,12 +6,14 @@ import importlib.util
 import jax
 import jax.numpy as jnp
 import pytest
+from jax.experimental.compilation_cache import compilation_cache
 
 from experiments import tpu_compiler
 from kernels_pallas.chips import CHIPS
 from kernels_pallas.commit import commit, paged_commit
 from kernels_pallas.paged_attention import paged_tree_attention
 from kernels_pallas.tree_attention_tpu import tree_attention
+from kernels_pallas.write import write
 
 pytestmark = [
     pytest.mark.tpu_compiler,
@@ -40,6 +42,7 @@ def _compiler():
     tpu_compiler.prepare()
     yield
     jax.config.update("jax_enable_compilation_cache", True)
+    compilation_cache.reset_cache()
 
 
 def compiled(chip, function, *arguments, donate=()):
@@ -78,6 +81,19 @@ def test_paged_attention(chip, nodes, heads, page, dtype):
     pages = array(dtype, 512, 2, heads[1], page, heads[2])
     table = array("int32", B, 2048 // page)
     compiled(chip, functools.partial(paged_tree_attention, chip=CHIPS[chip]), q, pages, table, length, *words)
+
+
+@pytest.mark.parametrize("chip", CHIPS)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize(("heads", "new"), [(FULL, 1), (FULL, 64), (WIDE, 33), (FULL, 150)])
+def test_write_is_in_place(chip, heads, new, dtype):
+    _, K, D = heads
+    kv, rows = array(dtype, B, K, 2176, D), array(dtype, B, new, K, D)
+    found = compiled(
+        chip, functools.partial(write, chip=CHIPS[chip]), kv, kv, array("int32", B), rows, rows, donate=(0, 1)
+    )
+    size = jnp.dtype(dtype).itemsize * B * K * 2176 * D
+    assert found.alias_bytes >= 2 * size and found.temp_bytes < size // 2
 
 
 @pytest.mark.parametrize("chip", CHIPS)
