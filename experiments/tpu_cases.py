@@ -1,4 +1,4 @@
-"""What `tpu_report` compiles: our kernels, JAX's own at the same shape, and whole programs.
+"""What `tpu_report` compiles: our kernels, and JAX's own at the same shape (`tpu_programs` has whole programs).
 
 A case is a function of a chip and a shape that gives a `Program`; list it in `CASES`. One with a `kernel` has its
 schedule read, one without is judged by its HLO alone. The rounds of loops that depend on data are stated here, in
@@ -19,6 +19,7 @@ from kernels_pallas.chips import Chip
 from kernels_pallas.commit import commit, paged_commit
 from kernels_pallas.paged_attention import paged_tree_attention
 from kernels_pallas.tree_attention_tpu import tree_attention
+from kernels_pallas.write import write
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,6 +78,7 @@ class Program:
       kernel: whose schedule is read, if any.
       least_copy: copies inside of loops are reported from this size on.
       kv_sizes: of copies that hold one of these array sizes only; all of them count where it is empty.
+      kv_bytes: of the donated buffers on a device, all of which must be aliased.
     """
 
     function: Callable
@@ -86,6 +88,7 @@ class Program:
     kernel: Kernel | None = None
     least_copy: int = 2**20
     kv_sizes: tuple[int, ...] = ()
+    kv_bytes: int = 0
 
 
 def _bytes(*arrays: jax.ShapeDtypeStruct) -> int:
@@ -162,16 +165,27 @@ def _commit(chip: Chip, shape: Shape, paged: bool) -> Program:
     hbm_bytes, moves = 2 * accepted * row_bytes, shape.rows * accepted
     if paged:
         pages, table = _pages(shape)
-        touched = shape.rows * -(-(shape.nodes + shape.page_size - 1) // shape.page_size)
-        # Pages of the first row; then in each row: pages to wait for and to fetch, moves, pages to write; the last row.
-        executions = {"1": touched // shape.rows, "2": shape.rows, "2.1": touched, "2.2": touched, "2.3": touched}
-        executions |= {"2.4": moves, "2.5": touched, "3": touched // shape.rows}
+        rows, touched = shape.rows, -(-(shape.nodes + shape.page_size - 1) // shape.page_size)
+        # Pages of the first row; then in each row pages of the one before to wait for, of the next and of its own,
+        # moves, pages to write; those of the last row.
+        executions = {"1.1": touched, "1.2": (rows - 1) * touched, "1.3": (rows - 1) * touched, "1b1": rows}
+        executions |= {"1.4": rows * touched, "1.5": moves, "1.6": rows * touched, "1.7": touched}
         function = functools.partial(paged_commit, num_rows=shape.nodes, chip=chip)
         kernel = Kernel("paged_commit", hbm_bytes, 0.0, executions)
         return Program(function, (pages, table, length, length, path), donate=(0,), kernel=kernel)
     kv, kernel = _buffer(shape), Kernel("commit", hbm_bytes, 0.0, {"1.1": moves})
     function = functools.partial(commit, num_rows=shape.nodes, chip=chip)
     return Program(function, (kv, kv, length, length, path), donate=(0, 1), kernel=kernel)
+
+
+def _write(chip: Chip, shape: Shape) -> Program:
+    kv, new = (
+        _buffer(shape),
+        jax.ShapeDtypeStruct((shape.rows, shape.nodes, shape.kv_heads, shape.head_dim), shape.dtype),
+    )
+    kernel = Kernel("write", 2 * _bytes(new, new), 0.0, {"1.1": shape.rows * shape.nodes})
+    function = functools.partial(write, chip=chip)
+    return Program(function, (kv, kv, _ints(shape.rows), new, new), donate=(0, 1), kernel=kernel)
 
 
 def _ragged_paged_attention(chip: Chip, shape: Shape) -> Program:
@@ -214,6 +228,7 @@ CASES: dict[str, Callable[[Chip, Shape], Program]] = {
     "causal_attention": functools.partial(_tree_attention, tree=False),
     "paged_tree_attention": functools.partial(_paged_tree_attention, tree=True),
     "paged_causal_attention": functools.partial(_paged_tree_attention, tree=False),
+    "write": _write,
     "commit": functools.partial(_commit, paged=False),
     "paged_commit": functools.partial(_commit, paged=True),
     "ragged_paged_attention": _ragged_paged_attention,

@@ -45,7 +45,7 @@ _MIB = 2**20
 CHIPS = {
     chip.name: chip
     for chip in (
-        Chip("v5e", r"TPU v5 ?(lite|e)", "v5e:2x2", 128 * _MIB, 820e9, 197e12, 1.5e9),
+        Chip("v5e", r"TPU v5 ?(lite|e)", "v5e:2x2", 128 * _MIB, 820e9, 197e12, 1.5e9, heads_together=2),
         Chip("v5p", r"TPU v5p?", "v5p:2x2x1", 64 * _MIB, 1230e9, 229e12, 1.75e9),
         Chip("v6e", r"TPU v6 ?(lite|e)", "v6e:2x2", 128 * _MIB, 1640e9, 920e12, 1.755e9),
         Chip("7x", r"TPU ?(v7x?|7x)", "tpu7x:2x2x1", 64 * _MIB, 3700e9, 1155e12, 2.2e9),
