@@ -4,6 +4,7 @@
     python -m experiments.tpu_report --chip v6e --case tree_attention --json out.json
     python -m experiments.tpu_report --chip all --case tree_attention,paged_tree_attention --nodes 16,32,64 \
         --picture out.png
+    python -m experiments.tpu_report --chip v6e --case cycle,generate,generate_70b_chain
 
 Compiles each case for each chip and reads the machine schedule that the compiler writes: bundles by loop, estimated
 issue cycles, spills, use of units, VMEM; beside them what the kernel must move through HBM and the time that this takes
@@ -24,11 +25,12 @@ import tqdm
 from absl import flags
 from matplotlib.figure import Figure
 
-from experiments import cli, report, tpu_cases, tpu_compiler, tpu_hlo, tpu_schedule
+from experiments import cli, report, tpu_cases, tpu_compiler, tpu_hlo, tpu_programs, tpu_schedule
 from experiments.records import Ledger
 from experiments.tpu_cases import Shape
 from kernels_pallas.chips import CHIPS, Chip, chip_named
 
+CASES = tpu_cases.CASES | tpu_programs.CASES
 _DELAY_SLOTS = {"7x": 6}  # Behind a branch; the others have 4.
 _UNITS = ("MXU", "XLU", "VALU", "VPOP", "EUP", "VLOAD", "VSTORE", "SALU")
 _MIB = 2**20
@@ -100,6 +102,7 @@ class Result:
     Attributes:
       compile_s: seconds to lower and compile it here.
       argument_bytes, temp_bytes, alias_bytes: see `tpu_compiler.Compiled`.
+      kv_bytes: see `tpu_cases.Program`.
       copies: large ones inside of loops.
       host_transfers: see `tpu_hlo.host_transfers`.
       estimate: where the case has a kernel.
@@ -113,6 +116,7 @@ class Result:
     argument_bytes: int = 0
     temp_bytes: int = 0
     alias_bytes: int = 0
+    kv_bytes: int = 0
     copies: tuple[tpu_hlo.Copy, ...] = ()
     host_transfers: tuple[str, ...] = ()
     estimate: Estimate | None = None
@@ -125,7 +129,7 @@ def evaluate(chip: Chip, case: str, shape: Shape, dump: Path) -> Result:
       dump: the folder that `tpu_compiler.prepare` was given. It is emptied.
     """
     try:
-        program = tpu_cases.CASES[case](chip, shape)
+        program = CASES[case](chip, shape)
         device = tpu_compiler.devices(program.topology or chip.topology)[0]
         compiled = tpu_compiler.compile(program.function, program.arguments, device, program.donate)
         copies = tpu_hlo.copies_in_loops(compiled.text, program.least_copy)
@@ -137,6 +141,7 @@ def evaluate(chip: Chip, case: str, shape: Shape, dump: Path) -> Result:
             argument_bytes=compiled.argument_bytes,
             temp_bytes=compiled.temp_bytes,
             alias_bytes=compiled.alias_bytes,
+            kv_bytes=program.kv_bytes,
             copies=tuple(c for c in copies if not program.kv_sizes or set(program.kv_sizes) & set(c.sizes)),
             host_transfers=tpu_hlo.host_transfers(compiled.text),
             estimate=program.kernel and _estimate(chip, program.kernel, dump),
@@ -221,8 +226,9 @@ def markdown(results: Sequence[Result], shape: Shape) -> str:
         ]
     if done:
         parts += [
-            "**Programs.** Memory of arguments, temporaries and aliased outputs, MiB; copies of large arrays inside of "
-            "loops; transfers between host and device.",
+            "**Programs.** Memory of a device for arguments, temporaries and aliased outputs, MiB; copies of large "
+            "arrays inside of loops (of whole programs those of KV); transfers between host and device; bytes of KV, "
+            "MiB, all of which must be aliased.",
             _program_table(done),
         ]
         parts += [
@@ -302,7 +308,7 @@ def _loop_table(results: Iterable[Result]) -> str:
 def _program_table(results: Iterable[Result]) -> str:
     header = (
         "case", "chip", "nodes", "compile s", "arguments", "temporaries", "aliased", "copies in loops",
-        "host transfers",
+        "host transfers", "KV",
     )  # fmt: skip
     lines = [
         (
@@ -314,6 +320,7 @@ def _program_table(results: Iterable[Result]) -> str:
             f"{len(result.copies)}"
             + (f" ({sum(c.bytes for c in result.copies) / _MIB:.1f} MiB)" * bool(result.copies)),
             str(len(result.host_transfers)),
+            f"{result.kv_bytes / _MIB:.1f}" if result.kv_bytes else "",
         )
         for result in results
     ]
@@ -357,9 +364,9 @@ class Config:
 
 
 def define_flags() -> None:
-    flags.DEFINE_list("chip", ["v6e"], f"chips to compile for, of {', '.join(CHIPS)}; or all")
-    flags.DEFINE_list("case", ["tree_attention"], f"what to compile, of {', '.join(tpu_cases.CASES)}")
-    flags.DEFINE_list("nodes", ["32"], "new positions of a row, usually 8, 16, 32 and 64")
+    flags.DEFINE_multi_string("chip", ["v6e"], f"chips to compile for, of {', '.join(CHIPS)}; or all")
+    flags.DEFINE_multi_string("case", ["tree_attention"], f"what to compile, of {', '.join(CASES)}")
+    flags.DEFINE_multi_string("nodes", ["32"], "new positions of a row, or nodes of a program's tree")
     flags.DEFINE_bool("peers", True, "compile what each case is compared with, too")
     flags.DEFINE_string("json", None, "write a line of JSON for each case and chip to this file")
     flags.DEFINE_string("picture", None, "draw estimated times into this file: .png, .pdf or .svg")
@@ -368,18 +375,20 @@ def define_flags() -> None:
 def config_from_flags() -> Config:
     """Raises ValueError for values that cannot be used."""
     values = flags.FLAGS
-    if unknown := [case for case in values.case if case not in tpu_cases.CASES]:
-        raise ValueError(f"case {unknown[0]!r} is not known; expected some of {', '.join(tpu_cases.CASES)}")
-    if bad := [text for text in values.nodes if not text.isdecimal() or int(text) == 0]:
+    # Given several times, or with commas, or both.
+    chips, cases, nodes = (",".join(given).split(",") for given in (values.chip, values.case, values.nodes))
+    if unknown := [case for case in cases if case not in CASES]:
+        raise ValueError(f"case {unknown[0]!r} is not known; expected some of {', '.join(CASES)}")
+    if bad := [text for text in nodes if not text.isdecimal() or int(text) == 0]:
         raise ValueError(f"--nodes must be positive numbers, got {bad[0]!r}")
-    peers = [peer for case in values.case for peer in tpu_cases.PEERS.get(case, ()) if values.peers]
+    peers = [peer for case in cases for peer in tpu_cases.PEERS.get(case, ()) if values.peers]
     picture_file = cli.output_file("picture")
     if picture_file is not None and picture_file.suffix not in (".png", ".pdf", ".svg"):
         raise ValueError(f"--picture {picture_file} must end in .png, .pdf or .svg")
     return Config(
-        chips=tuple(CHIPS.values()) if values.chip == ["all"] else tuple(map(chip_named, values.chip)),
-        cases=tuple(dict.fromkeys([*values.case, *peers])),
-        nodes=tuple(map(int, values.nodes)),
+        chips=tuple(CHIPS.values()) if chips == ["all"] else tuple(map(chip_named, chips)),
+        cases=tuple(dict.fromkeys([*cases, *peers])),
+        nodes=tuple(map(int, nodes)),
         json=cli.output_file("json"),
         picture=picture_file,
     )
@@ -394,7 +403,8 @@ def run(config: Config) -> int:
     work = [(c, case, n) for c in config.chips for n in config.nodes for case in config.cases]
     results = []
     with tempfile.TemporaryDirectory() as folder:
-        tpu_compiler.prepare(Path(folder))
+        # Only kernels have their schedules read; those of a whole program would be many thousands of files.
+        tpu_compiler.prepare(Path(folder) if any(case in tpu_cases.CASES for case in config.cases) else None)
         ledger = Ledger(config.json, resume=False) if config.json is not None else None
         interrupted = False
         try:
