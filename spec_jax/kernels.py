@@ -56,8 +56,14 @@ class Kernels:
             raise ValueError(f"attention {implementation!r} is not known; expected one of {', '.join(IMPLEMENTATIONS)}")
         if implementation == "reference":
             return cls()
-        on_tpu = chip is not None or jax.default_backend() == "tpu"
-        if implementation == "auto" and not (on_tpu and head_dim in HEAD_DIMS):
+        backend = jax.default_backend()
+        if chip is None and backend == "tpu":
+            try:
+                chip = chip_of(jax.devices()[0].device_kind)
+            except ValueError:  # A TPU that kernels were never compiled for.
+                if implementation == "kernel":
+                    raise
+        if implementation == "auto" and (chip is None or head_dim not in HEAD_DIMS):
             return cls()
         if head_dim not in HEAD_DIMS:
             raise ValueError(
@@ -66,12 +72,12 @@ class Kernels:
             )
         if implementation == "interpret":
             return cls(chip or CHIPS["v5e"], interpret=True)
-        if not on_tpu:
+        if chip is None:
             raise ValueError(
-                f"attention 'kernel' needs a TPU, and this is {jax.default_backend()}; use 'interpret' to run the "
-                "kernels anyway, slowly, or name a chip to compile for"
+                f"attention 'kernel' needs a TPU, and this is {backend}; use 'interpret' to run the kernels anyway, "
+                "slowly, or name a chip to compile for"
             )
-        return cls(chip or chip_of(jax.devices()[0].device_kind))
+        return cls(chip)
 
     def capacity(self, positions: int) -> int:
         """How long a buffer for so many positions must be."""

@@ -66,6 +66,7 @@ def test_tpu_interpreter_finds_no_race(kernel, name):
         assert_agree(run(kernel, c, interpret), want)
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("kernel", ["contiguous", "paged"])
 def test_scale(kernel):
     c = case(2, nodes=4, lengths=(9,), capacity=128)

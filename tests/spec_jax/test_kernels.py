@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import jax
 import jax.numpy as jnp
 import pytest
 
@@ -65,6 +66,19 @@ def test_choices():
     assert Kernels.choose("auto", 64, CHIPS["v6e"]).chip.name == "v6e"
     assert Kernels.choose("auto", 96, CHIPS["v6e"]) == REFERENCE
     assert not Kernels.choose("kernel", 128, CHIPS["7x"]).interpret
+
+
+def test_a_tpu_that_kernels_were_not_made_for_runs_plain_jax(monkeypatch):
+    class V3:
+        device_kind = "TPU v3"
+
+    monkeypatch.setattr(jax, "default_backend", lambda: "tpu")
+    monkeypatch.setattr(jax, "devices", lambda: [V3()])
+    assert Kernels.choose("auto") == REFERENCE
+    with pytest.raises(ValueError, match="not made for 'TPU v3'"):
+        Kernels.choose("kernel")
+    V3.device_kind = "TPU v6 lite"
+    assert Kernels.choose("auto").chip.name == "v6e"
 
 
 @pytest.mark.parametrize(
