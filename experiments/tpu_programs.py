@@ -70,8 +70,8 @@ class Setup:
 
     Attributes:
       target, draft: of `CONFIGS`.
-      topology: by chip, a mesh of all whose devices shares out the target and holds a draft on each; where there is
-        none for a chip, one device.
+      topology: by chip, a mesh of all whose devices shares out the target and holds a draft on each; empty for one
+        device.
     """
 
     target: str
@@ -82,9 +82,7 @@ class Setup:
 SETUPS = {
     "1b": Setup("llama-3.2-1b", "small-135m"),
     "8b": Setup("llama-3.1-8b", "llama-3.2-1b"),
-    "70b": Setup(
-        "llama-3.3-70b", "llama-3.2-1b", {"v5e": "v5e:4x4", "v6e": "v6e:2x4", "v5p": "v5p:2x2x1", "7x": "tpu7x:2x2x1"}
-    ),
+    "70b": Setup("llama-3.3-70b", "llama-3.2-1b", {"v6e": "v6e:2x4", "v5p": "v5p:2x2x1", "7x": "tpu7x:2x2x1"}),
 }
 STAGES = {"prefill": decode.prefill, "cycle": decode.step, "generate": decode.run}
 PROPOSERS = ("plain", "chain", "tree")
@@ -177,6 +175,8 @@ def _decoder(
     if proposer not in PROPOSERS:
         raise ValueError(f"proposer {proposer!r} is not known; expected one of {', '.join(PROPOSERS)}")
     topology = setup.topology.get(chip.name)
+    if setup.topology and topology is None:
+        raise ValueError(f"{setup.target} is compiled for {', '.join(setup.topology)}; {chip.name} cannot hold it")
     mesh = None if topology is None else Mesh(np.asarray(tpu_compiler.devices(topology)), ("model",))
 
     def model(name: str, axis: str | None) -> LlamaTarget:

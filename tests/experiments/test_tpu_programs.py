@@ -49,6 +49,7 @@ def test_the_usual_program_is_of_the_largest_model_that_fits():
     [
         ({"proposer": "beam"}, ValueError, "proposer 'beam' is not known"),
         ({"setup": "7b"}, KeyError, "7b"),
+        ({"setup": "70b"}, ValueError, "llama-3.3-70b is compiled for v6e, v5p, 7x; v5e cannot hold it"),
         ({"stage": "verify"}, KeyError, "verify"),
         ({"attention": "fast"}, ValueError, "attention 'fast' is not known"),
     ],
