@@ -50,6 +50,8 @@ def prepare(dump: Path | None = None) -> None:
     # What is cached is not compiled, and writes no schedule; nor can it be read where there is no device.
     jax.config.update("jax_enable_compilation_cache", False)
     compilation_cache.reset_cache()  # Whether there is one is decided once.
+    # Without where operations were written: for a loop over several devices libtpu 0.0.42 may merge that for ever.
+    jax.config.update("jax_traceback_in_locations_limit", 0)
     given = os.environ.get("LIBTPU_INIT_ARGS", "")
     wanted = "" if dump is None else f"--xla_jf_dump_to={dump} --xla_jf_dump_llo_text=true"
     if not _is_loaded():

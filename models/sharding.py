@@ -3,8 +3,11 @@
 Along one mesh axis lie attention by key/value heads (with the query heads they serve), the MLP by features, and
 embedding and output head by vocabulary; norms, the biases of the residual stream, tokens and lengths are on every
 device. Weights never move: the products into heads and features are local, those back into the residual stream and
-the embedding sum over devices, and the logits are gathered, so that every device samples the same tokens by the
-arithmetic of one device. The compiler adds that communication; the layers know nothing of it.
+the embedding sum over devices, and what is sampled from is each device's part of the vocabulary. The compiler adds
+that communication; nothing in the model knows of it.
+
+For a loop over several TPUs set `jax.config.update("jax_traceback_in_locations_limit", 0)`: libtpu 0.0.42 may merge the
+places where operations were written for ever.
 """
 
 import dataclasses
@@ -13,7 +16,6 @@ from typing import Any
 import jax
 from flax import nnx
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
-from jaxtyping import Array, Float
 
 from models.checkpoint import Params
 from models.config import LlamaConfig
@@ -85,17 +87,6 @@ def state_shardings(state: Any, mesh: Mesh) -> Any:
     """A `NamedSharding` for every array of a decoding state: its KV buffers as they say, the rest on every device."""
     whole = NamedSharding(mesh, PartitionSpec())
     return jax.tree.map(lambda leaf: kv_shardings(leaf) if _is_kv(leaf) else whole, state, is_leaf=_is_kv)
-
-
-def gathered(logits_BxNxV: Float[Array, "B N V"], kernels: Kernels) -> Float[Array, "B N V"]:
-    """Logits of a model on a mesh, as they leave it: on every device.
-
-    Stated twice. Were it not said that they are made in parts, the compiler would gather the head's weight instead; and
-    sampling from parts of a vocabulary is nothing that XLA:TPU compiles in reasonable time.
-    """
-    for spec in (PartitionSpec(None, None, kernels.axis), PartitionSpec()):
-        logits_BxNxV = jax.lax.with_sharding_constraint(logits_BxNxV, NamedSharding(kernels.mesh, spec))
-    return logits_BxNxV
 
 
 def _is_kv(leaf) -> bool:

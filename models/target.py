@@ -134,10 +134,7 @@ class LlamaTarget:
     ) -> tuple[Float[Array, "B N V"], tuple[Float[Array, "B N E"], ...], KVBuffer]:
         """Scores N new positions of every row; see `spec_jax.target.Target.forward`. Logits are float32."""
         model = nnx.merge(self._graphdef, params)
-        logits_BxNxV, tapped, kv = model(tokens_BxN, positions_BxN, kv, words_BxNxW, taps)
-        if self.kernels.mesh is not None:
-            logits_BxNxV = sharding.gathered(logits_BxNxV, self.kernels)
-        return logits_BxNxV, tapped, kv
+        return model(tokens_BxN, positions_BxN, kv, words_BxNxW, taps)
 
     def encode(self, text: str) -> list[int]:
         """Token ids of a text, with the special tokens that the model's tokenizer puts around it.
