@@ -34,6 +34,7 @@ setup(
     packages=[
         "spec_jax",
         "spec_jax.propose",
+        "spec_jax.testing",
         "spec_jax.verify",
         "models",
         "training",

@@ -20,25 +20,26 @@ def check_chip(chip) -> None:
         raise KernelError(f"chip must be a kernels_pallas.chips.Chip (see chip_named), got {chip!r}")
 
 
-def check_attention(q, kv_shape, kv_dtypes, length, words, capacity: int, head_dim: int, num_kv_heads: int) -> None:
+def check_attention(
+    q, kv_shape, kv_dtypes, length, words, scale, capacity: int, head_dim: int, num_kv_heads: int
+) -> None:
     """Checks what both attention kernels take; `kv_shape` is only named in the errors.
 
     Raises:
-      KernelError: shapes that do not agree, a head_dim or dtype that is not supported, or too many nodes.
+      KernelError: shapes that do not agree, a head_dim or dtype that is not supported, too many nodes, or a scale that
+        is not positive (the greatest score would no longer be that of the greatest product).
     """
     if q.ndim != 4:
         raise KernelError(f"queries must be [B, N, H, D], got {q.shape=}")
     B, N, H, D = q.shape
     if D != head_dim:
         raise KernelError(f"queries and keys disagree about head_dim: {q.shape=}, keys and values {kv_shape}")
-    if D not in HEAD_DIMS:
-        raise KernelError(f"head_dim {D} is not supported, expected one of {HEAD_DIMS}: {q.shape=}; use the reference")
-    dtypes = {jnp.dtype(dtype) for dtype in (q.dtype, *kv_dtypes)}
-    if len(dtypes) > 1 or dtypes.pop() not in (jnp.dtype(jnp.float32), jnp.dtype(jnp.bfloat16)):
-        raise KernelError(
-            f"queries, keys and values must all be float32 or all bfloat16, got {q.dtype}, "
-            f"{', '.join(str(jnp.dtype(d)) for d in kv_dtypes)}"
-        )
+    if any(dtype != q.dtype for dtype in kv_dtypes):
+        names = ", ".join(str(jnp.dtype(dtype)) for dtype in (q.dtype, *kv_dtypes))
+        raise KernelError(f"queries, keys and values must all be float32 or all bfloat16, got {names}")
+    check_rows(q.dtype, D)
+    if scale is not None and not scale > 0:
+        raise KernelError(f"the scale of scores must be positive, got {scale}")
     if H % num_kv_heads:
         raise KernelError(f"{H} query heads are no multiple of {num_kv_heads} key heads: {q.shape=}, keys {kv_shape}")
     if length.shape != (B,) or length.dtype != jnp.int32:

@@ -132,7 +132,7 @@ def paged_tree_attention(
     table_BxI = jnp.pad(table_BxI, ((0, 0), (0, missing)))  # Never looked at: no length reaches there.
     capacity = table_BxI.shape[1] * T
     dtypes = (pages_Px2xKxTxD.dtype,)
-    checks.check_attention(q_BxNxHxD, pages_Px2xKxTxD.shape, dtypes, length_B, words_BxNxW, capacity, D, K)
+    checks.check_attention(q_BxNxHxD, pages_Px2xKxTxD.shape, dtypes, length_B, words_BxNxW, scale, capacity, D, K)
     return streaming.attention(
         q_BxNxHxD,
         (pages_Px2xKxTxD,),

@@ -55,7 +55,7 @@ def tree_attention(
         )
     _, K, S, D = k_BxKxSxD.shape
     dtypes = k_BxKxSxD.dtype, v_BxKxSxD.dtype
-    checks.check_attention(q_BxNxHxD, k_BxKxSxD.shape, dtypes, length_B, words_BxNxW, S, D, K)
+    checks.check_attention(q_BxNxHxD, k_BxKxSxD.shape, dtypes, length_B, words_BxNxW, scale, S, D, K)
     settings = _Settings(scale, chip, interpret)
     return _attention(settings, q_BxNxHxD, k_BxKxSxD, v_BxKxSxD, length_B, words_BxNxW, jnp.asarray(tail, jnp.int32))
 

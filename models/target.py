@@ -35,7 +35,7 @@ class LlamaTarget:
       tokenizer: or None for a model of bare token ids; `tokenizer_problem` then says why.
       eos_token_ids: tokens that end a text.
       name: for reports.
-      kernels: which implementation of attention and commit its buffers use.
+      kernels: which implementation of attention, write and commit its buffers use.
     """
 
     def __init__(

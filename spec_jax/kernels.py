@@ -25,7 +25,7 @@ IMPLEMENTATIONS = ("auto", "reference", "kernel", "interpret")
 
 @dataclasses.dataclass(frozen=True)
 class Kernels:
-    """How attention and commit run.
+    """How attention, write and commit run.
 
     Attributes:
       chip: the TPU that kernels are built for; None runs plain JAX.
@@ -101,7 +101,6 @@ class Kernels:
         """Attention by the contract of `kernels_pallas.tree_attention`, over rows of several heads where there are."""
         if self.chip is None:
             return tree_attention_reference(q_BxNxHxD, k_BxKxSxD, v_BxKxSxD, length_B, words_BxNxW, scale, tail)
-
         head_dim = q_BxNxHxD.shape[-1]
 
         def attend(q_BxNxHxD, k_BxKxSxD, v_BxKxSxD, length_B, tail, words_BxNxW=None):

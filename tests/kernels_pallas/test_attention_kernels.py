@@ -124,9 +124,9 @@ def test_every_chip_takes_the_same_mask(chip):
 
 def _refused(change):
     c = case(6, nodes=4, lengths=(9, 2), capacity=128)
-    arguments = dict(q=c.q, k=c.k, v=c.v, length=c.length, words=c.words, chip=V6E) | change(c)
-    q, k, v, length, words, chip = arguments.values()
-    tree_attention(q, k, v, length, words, chip=chip, interpret=True)
+    arguments = dict(q=c.q, k=c.k, v=c.v, length=c.length, words=c.words, scale=None, chip=V6E) | change(c)
+    q, k, v, length, words, scale, chip = arguments.values()
+    tree_attention(q, k, v, length, words, scale, chip=chip, interpret=True)
 
 
 @pytest.mark.parametrize(
@@ -141,6 +141,7 @@ def _refused(change):
         (lambda c: dict(length=c.length[:1]), r"int32 \[2\]"),
         (lambda c: dict(words=c.words[:, :2]), r"uint32 \[2, 4, W\]"),
         (lambda c: dict(k=c.k[:, :, :100], v=c.v[:, :, :100]), "100 positions, expected a multiple of 128"),
+        (lambda c: dict(scale=-1.0), "must be positive, got -1.0"),
         (lambda c: dict(chip="v6e"), "chip_named"),
     ],
 )
