@@ -17,7 +17,7 @@ def defined_flags(define_flags):
 @pytest.fixture
 def generates(toy, monkeypatch, capsys, defined_flags):
     """Runs the program in this process on the toy; gives exit code, standard output and standard error."""
-    monkeypatch.setattr(models, "load", lambda name, dtype: toy)
+    monkeypatch.setattr(models, "load", lambda name, dtype, attention: toy)
 
     @flagsaver.flagsaver
     def run(*arguments):
