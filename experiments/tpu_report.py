@@ -201,20 +201,21 @@ def _loops(schedule: tpu_schedule.Schedule, kernel: tpu_cases.Kernel) -> tuple[L
 
 # --- Tables -------------------------------------------------------------------------------------------------------
 
-_HEADING = """**{shape}.** All figures are estimated by the TPU compiler and not measured: issue cycles leave out all \
+_HEADING = """All figures are **estimated** by the TPU compiler and **not measured**: issue cycles leave out all \
 waiting for memory. Cycles become times by a clock that is inferred from the chip's peaks."""
 
 
 def markdown(results: Sequence[Result], shape: Shape) -> str:
     """All tables."""
-    parts = [_HEADING.format(shape=shape)]
+    parts = [_HEADING]
     done = [result for result in results if result.error is None]
     if kernels := [result for result in done if result.estimate is not None]:
         parts += [
-            "**Kernels.** Estimated issue cycles of a call, in thousands, and of what surrounds the kernel in its "
-            "program; spills: vector registers filled and spilled, in all the kernel and in its hottest loop; all this "
-            "for one of the cores that share the work. HBM: bytes that must be moved, the time for them or for the "
-            "products at the peak, whichever is longer.",
+            f"**Kernels**, {shape}.",
+            "Estimated issue cycles of a call, in thousands, and of what surrounds the kernel in its program; spills: "
+            "vector registers filled and spilled, in all the kernel and in its hottest loop; all this for one of the "
+            "cores that share the work. HBM: bytes that must be moved, the time for them or for the products at the "
+            "peak, whichever is longer.",
             _kernel_table(kernels),
         ]
         if ratios := _ratios(kernels):
@@ -226,9 +227,10 @@ def markdown(results: Sequence[Result], shape: Shape) -> str:
         ]
     if done:
         parts += [
-            "**Programs.** Memory of a device for arguments, temporaries and aliased outputs, MiB; copies of large "
-            "arrays inside of loops (of whole programs those of KV); transfers between host and device; bytes of KV, "
-            "MiB, all of which must be aliased.",
+            f"**Programs**, {shape.rows} rows, context {shape.context}.",
+            "Memory of a device for arguments, temporaries and aliased outputs, MiB; copies of large arrays inside of "
+            "loops (of whole programs those of KV); transfers between host and device; bytes of KV, MiB, all of which "
+            "must be aliased.",
             _program_table(done),
         ]
         parts += [
@@ -386,7 +388,7 @@ def config_from_flags() -> Config:
     if picture_file is not None and picture_file.suffix not in (".png", ".pdf", ".svg"):
         raise ValueError(f"--picture {picture_file} must end in .png, .pdf or .svg")
     return Config(
-        chips=tuple(CHIPS.values()) if chips == ["all"] else tuple(map(chip_named, chips)),
+        chips=tuple(CHIPS.values()) if "all" in chips else tuple(map(chip_named, chips)),
         cases=tuple(dict.fromkeys([*cases, *peers])),
         nodes=tuple(map(int, nodes)),
         json=cli.output_file("json"),

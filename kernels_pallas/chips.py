@@ -35,9 +35,12 @@ class Chip:
     heads_together: int = 4
 
     def keys_in_block(self, fixed_bytes: int, bytes_per_key: int, capacity: int) -> int:
-        """Keys in one block: as many as the chip likes, a row has, and half of VMEM holds; a multiple of 128."""
+        """Keys in one block: as many as the chip likes, a row has, and half of VMEM holds; a multiple of 128.
+
+        It is 0 where not even 128 fit.
+        """
         fitting = (self.vmem_bytes // 2 - fixed_bytes) // bytes_per_key
-        return max(128, min(self.block_keys, fitting, capacity) // 128 * 128)
+        return max(0, min(self.block_keys, fitting, capacity) // 128 * 128)
 
 
 _MIB = 2**20

@@ -57,7 +57,8 @@ def commit(
     """`commit_reference` of keys and values as a TPU kernel, in place where the buffers are donated.
 
     Args:
-      num_rows: rows behind the prefix that hold nodes; entries of `path` up to `count` are below it, and ascend.
+      num_rows: rows behind the prefix that hold nodes; entries of `path` up to `count` are below it, and ascend. What
+        would leave these rows or the buffer is not moved.
       chip, interpret: see `tree_attention_tpu.tree_attention`.
 
     Raises:
@@ -77,6 +78,7 @@ def commit(
         transfer=transfer,
         edit=functools.partial(_move, origin),
         window=(K, size, D),
+        chip=chip,
         name="commit",
         interpret=interpret,
     )
@@ -100,10 +102,12 @@ def paged_commit(
         the table's values are known (see `paged_attention.check_table` for calls inside of a compiled program).
     """
     checks.check_chip(chip)
-    check_pages(pages_Px2xKxTxD, table_BxI, length_B, num_rows)
+    if pages_Px2xKxTxD.ndim == 5:
+        checks.check_rows(pages_Px2xKxTxD.dtype, pages_Px2xKxTxD.shape[4])
+    _check(len(length_B), length_B, count_B, path_BxP, num_rows)
+    # Rows that commit nothing are not looked at.
+    check_pages(pages_Px2xKxTxD, table_BxI, jnp.where(count_B > 0, length_B, 0), jnp.where(count_B > 0, num_rows, 0))
     _, _, K, T, D = pages_Px2xKxTxD.shape
-    checks.check_rows(pages_Px2xKxTxD.dtype, D)
-    _check(len(table_BxI), length_B, count_B, path_BxP, num_rows)
 
     def origin(prefetch_refs, row):
         length_ref, _, _, _ = prefetch_refs
@@ -111,10 +115,10 @@ def paged_commit(
 
     def transfer(prefetch_refs, hbm_refs, buffer, semaphore, row, reads):
         length_ref, count_ref, path_ref, table_ref = prefetch_refs
-        count = count_ref[row]
-        last = length_ref[row] + (path_ref[row, count - 1] if reads else count - 1)
+        count = _count(count_ref, path_ref, row)
+        last = length_ref[row] + jnp.minimum(path_ref[row, count - 1] if reads else count - 1, num_rows - 1)
         first = lax.div(length_ref[row], T)
-        pages = lax.div(last, T) - first + 1
+        pages = jnp.minimum(lax.div(last, T), table_ref.shape[1] - 1) - first + 1
         return copies.of_pages(hbm_refs[0], table_ref, row, first, pages, buffer, semaphore, reads)
 
     (pages,) = windows.edit_in_place(
@@ -125,6 +129,7 @@ def paged_commit(
         transfer=transfer,
         edit=functools.partial(_move, origin),
         window=(K, pl.cdiv(num_rows + T - 1, T) * T, D),
+        chip=chip,
         name="paged_commit",
         interpret=interpret,
     )
@@ -135,16 +140,24 @@ def _check(B, length_B, count_B, path_BxP, num_rows) -> None:
     if not 1 <= num_rows <= checks.MAX_SCRATCH:
         raise KernelError(f"nodes lie in 1 to {checks.MAX_SCRATCH} rows behind the prefix, got {num_rows=}")
     arrays = {"length": length_B, "count": count_B, "path": path_BxP}
-    shapes = {"length": (B,), "count": (B,), "path": (B, path_BxP.shape[-1])}
+    shapes = {"length": (B,), "count": (B,), "path": (B, *path_BxP.shape[-1:])}
     for name, array in arrays.items():
         if array.shape != shapes[name] or array.dtype != jnp.int32:
             raise KernelError(f"{name} must be int32 {list(shapes[name])}, got {array.dtype} {array.shape}")
+    if path_BxP.ndim != 2:
+        raise KernelError(f"path must be int32 [B, P], got {path_BxP.shape}")
+    checks.check_sizes(**arrays)
+
+
+def _count(count_ref, path_ref, row):
+    """Accepted nodes of a row: a path has no more."""
+    return jnp.minimum(count_ref[row], path_ref.shape[1])
 
 
 def _moves(prefetch_refs, row):
     """Whether anything moves. The path ascends: where its last node is in place, all are."""
     _, count_ref, path_ref = prefetch_refs[:3]
-    count = count_ref[row]
+    count = _count(count_ref, path_ref, row)
     return (count > 0) & (path_ref[row, jnp.maximum(count - 1, 0)] != count - 1)
 
 
@@ -152,8 +165,10 @@ def _move(origin, prefetch_refs, rows, new_refs, row) -> None:
     """Places the accepted rows. In the order of the path none overwrites one that is still to be moved."""
     length_ref, count_ref, path_ref = prefetch_refs[:3]
     behind = length_ref[row] - origin(prefetch_refs, row)
+    room = rows.shape[2] - behind  # None behind the end of a full row.
 
     def move(i, _):
-        rows[:, :, pl.ds(behind + i, 1), :] = rows[:, :, pl.ds(behind + path_ref[row, i], 1), :]
+        source = jnp.minimum(behind + path_ref[row, i], rows.shape[2] - 1)
+        rows[:, :, pl.ds(behind + i, 1), :] = rows[:, :, pl.ds(source, 1), :]
 
-    lax.fori_loop(0, count_ref[row], move, None)
+    lax.fori_loop(0, jnp.minimum(_count(count_ref, path_ref, row), room), move, None)

@@ -22,26 +22,27 @@ from kernels_pallas.tree_attention import tree_attention_reference
 PAGE_SIZES = (16, 32, 64, 128)
 
 
-def check_table(table_BxI, length_B, num_new: int, num_pages: int, page_size: int) -> None:
+def check_table(table_BxI, length_B, num_new, num_pages: int, page_size: int) -> None:
     """Checks a page table's values; they must be known, which inside of a compiled program they are not.
 
     Args:
       table_BxI: pages of each row.
       length_B: positions of each row that are there already, the tail included.
-      num_new: positions about to be written behind them.
+      num_new: positions about to be written behind them, one number or one a row.
 
     Raises:
       KernelError: a page out of range, a row without room, or a page to be written that another place of the table
         names too.
     """
-    table_BxI, length_B = np.asarray(table_BxI), np.asarray(length_B)
+    table_BxI, length_B, num_new = map(np.asarray, (table_BxI, length_B, num_new))
+    end_B = length_B + num_new
     room = table_BxI.shape[1] * page_size
-    if length_B.size and length_B.max() + num_new > room:
+    if end_B.size and end_B.max() > room:
         raise KernelError(
             f"a table of {table_BxI.shape[1]} pages of {page_size} holds {room} positions a row; lengths "
-            f"{length_B.tolist()} and {num_new} new ones do not fit"
+            f"{length_B.tolist()} and {num_new.tolist()} new ones do not fit"
         )
-    used_BxI = np.arange(table_BxI.shape[1])[None] * page_size < (length_B + num_new)[:, None]
+    used_BxI = np.arange(table_BxI.shape[1])[None] * page_size < end_B[:, None]
     bad = used_BxI & ((table_BxI < 0) | (table_BxI >= num_pages))
     if bad.any():
         b, i = np.argwhere(bad)[0]
@@ -58,7 +59,7 @@ def check_table(table_BxI, length_B, num_new: int, num_pages: int, page_size: in
         )
 
 
-def check_pages(pages_Px2xKxTxD, table_BxI, length_B, num_new: int, tail=0) -> None:
+def check_pages(pages_Px2xKxTxD, table_BxI, length_B, num_new, tail=0) -> None:
     """Checks the shapes of a pool and a table, and the table's values where they are known.
 
     Raises:
@@ -74,7 +75,8 @@ def check_pages(pages_Px2xKxTxD, table_BxI, length_B, num_new: int, tail=0) -> N
             f"the page table must be int32 [B, I] with a row for each length, got {table_BxI.dtype} {table_BxI.shape}, "
             f"{length_B.shape=}"
         )
-    if not any(isinstance(x, jax.core.Tracer) for x in (table_BxI, length_B, tail)):
+    checks.check_sizes(pages=pages_Px2xKxTxD, lengths=length_B)
+    if not any(isinstance(x, jax.core.Tracer) for x in (table_BxI, length_B, num_new, tail)):
         check_table(table_BxI, np.asarray(length_B) + np.asarray(tail), num_new, num_pages, page_size)
 
 
@@ -114,7 +116,8 @@ def paged_tree_attention(
     chip: Chip,
     interpret: bool | pltpu.InterpretParams = False,
 ) -> Float[Array, "B N H D"]:
-    """The reference above as a TPU kernel. Arguments as those of `tree_attention_tpu.tree_attention`, and:
+    """The reference above as a TPU kernel; it has no gradient. Arguments as those of
+    `tree_attention_tpu.tree_attention`, but every row needs room for its new positions, and:
 
     Args:
       pages_Px2xKxTxD: the pool, the N new positions already written; T is 16, 32, 64 or 128.
@@ -125,6 +128,7 @@ def paged_tree_attention(
         the table's values are known (see `check_table` for calls inside of a compiled program).
     """
     checks.check_chip(chip)
+    checks.check_queries(q_BxNxHxD)
     num_new = q_BxNxHxD.shape[1]
     check_pages(pages_Px2xKxTxD, table_BxI, length_B, num_new, tail)
     _, _, K, T, D = pages_Px2xKxTxD.shape
@@ -132,7 +136,7 @@ def paged_tree_attention(
     table_BxI = jnp.pad(table_BxI, ((0, 0), (0, missing)))  # Never looked at: no length reaches there.
     capacity = table_BxI.shape[1] * T
     dtypes = (pages_Px2xKxTxD.dtype,)
-    checks.check_attention(q_BxNxHxD, pages_Px2xKxTxD.shape, dtypes, length_B, words_BxNxW, scale, capacity, D, K)
+    checks.check_attention(q_BxNxHxD, pages_Px2xKxTxD.shape, dtypes, length_B, words_BxNxW, scale, tail, capacity, D, K)
     return streaming.attention(
         q_BxNxHxD,
         (pages_Px2xKxTxD,),

@@ -23,7 +23,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from kernels_pallas.checks import LANES
+from kernels_pallas.checks import LANES, KernelError
 from kernels_pallas.chips import Chip
 from kernels_pallas.tree_attention import MASKED
 
@@ -74,6 +74,12 @@ def attention(
     fixed_bytes = 4 * M * (K * width + 2 * (K + 1) * LANES) + 4 * itemsize * M * K * width
     bytes_per_key = 4 * itemsize * K * width + 12 * M
     block_keys = chip.keys_in_block(fixed_bytes, bytes_per_key, capacity)
+    if not block_keys:
+        needed = (fixed_bytes + 128 * bytes_per_key) / 2**20
+        raise KernelError(
+            f"queries {q_BxNxHxD.shape} {q_BxNxHxD.dtype} with {K} key heads need {needed:.0f} MiB for a block of 128 "
+            f"keys, and a {chip.name} has {chip.vmem_bytes / 2**21:.0f} MiB to spare; lay the heads over more devices"
+        )
 
     def fold(x_BxNxKxGxX):  # [B, N, K, G, X] to [B, K, tasks * M, X]
         X = x_BxNxKxGxX.shape[-1]
@@ -219,7 +225,7 @@ def _kernel(
             max_ref[head, rows, :] = new
             decay_ref[parity, rows, :] = jnp.exp2((old - new) * exponent)
 
-    def weigh(slot, head, parity, written):
+    def weigh(slot, head, parity, masked):
         step = min(block_keys, 2 * LANES)  # Keys in one product; block_keys may be an odd number of registers.
         for at in range(0, M, _QUERY_TILE):
             rows = pl.ds(at, min(M, _QUERY_TILE))
@@ -233,8 +239,8 @@ def _kernel(
                     total = w if total is None else total + w
                     weights.append(w.astype(kv_ref.dtype))
                 v = kv_ref[slot, 1, head, pl.ds(first, keys), :]
-                if written is not None:
-                    v = _rows_before(v, written - first)
+                if masked:
+                    v = _finite(v)
                 part = lax.dot_general(
                     jnp.concatenate(weights, axis=1),
                     v,
@@ -246,13 +252,13 @@ def _kernel(
             sum_ref[head, rows, :] = sum_ref[head, rows, :] * decay + total
             acc_ref[head, rows, :] = acc_ref[head, rows, :] * across(decay, D) + values
 
-    def attend(slot, written, together):
+    def attend(slot, masked, together):
         def heads(first):
-            score(slot, first, 0, written is not None)
+            score(slot, first, 0, masked)
             for i in range(together):
                 if i + 1 < together:
-                    score(slot, first + i + 1, (i + 1) % 2, written is not None)
-                weigh(slot, first + i, i % 2, written)
+                    score(slot, first + i + 1, (i + 1) % 2, masked)
+                weigh(slot, first + i, i % 2, masked)
 
         lax.fori_loop(0, K // together, lambda turn, _: heads(turn * together), None)
 
@@ -286,13 +292,13 @@ def _kernel(
 
         @pl.when(jnp.logical_not(masked))
         def _():
-            attend(slot, None, heads_together)
+            attend(slot, False, heads_together)
 
         @pl.when(masked)
         def _():
             mask(block)
             # Masks and a second head's values together do not fit the registers.
-            attend(slot, end(row, task) - first_key(block), 1)
+            attend(slot, True, 1)
 
     lax.fori_loop(0, num_blocks, work, None)
     for head in range(K):
@@ -300,11 +306,13 @@ def _kernel(
         o_ref[0, head] = (acc_ref[head] / total).astype(o_ref.dtype)
 
 
-def _rows_before(x, count):
-    """The rows of x [R, D] before `count`, and zeros: a weight of zero does not hide a NaN."""
+def _finite(x):
+    """The values of x [R, D] that are finite numbers, and zeros: a weight of zero does not hide a NaN."""
     if x.dtype == jnp.float32:
-        return jnp.where(lax.broadcasted_iota(jnp.int32, x.shape, 0) < count, x, 0.0)
+        exponent = pltpu.bitcast(x, jnp.int32) & 0x7F800000
+        return jnp.where(exponent == 0x7F800000, 0.0, x)
     # A register holds pairs of rows; not every chip can select among 16-bit values.
-    even = 2 * lax.broadcasted_iota(jnp.int32, (x.shape[0] // 2, x.shape[1]), 0)
-    kept = jnp.where(even < count, 0xFFFF, 0) | jnp.where(even + 1 < count, jnp.int32(-(2**16)), 0)
-    return pltpu.bitcast(pltpu.bitcast(x, jnp.int32) & kept, x.dtype)
+    pairs = pltpu.bitcast(x, jnp.int32)
+    low, high = 0x7F80, 0x7F800000
+    kept = jnp.where(pairs & low == low, 0, 0xFFFF) | jnp.where(pairs & high == high, 0, jnp.int32(-(2**16)))
+    return pltpu.bitcast(pairs & kept, x.dtype)

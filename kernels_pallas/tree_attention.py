@@ -8,7 +8,9 @@ followed by the N positions being processed now. New position `n` sees
 * of the tail the positions named by its ancestor bits (bit 0 is the first position behind the committed ones), or,
   without bits, all up to itself.
 
-No value stored anywhere else can reach the output: uncommitted rows may hold NaN.
+No value stored anywhere else can reach the output, whatever it is: rows nobody wrote may hold NaN, and so may a branch
+that a position does not see. For that, values behind the committed ones that are no finite numbers count as zero;
+whoever writes them makes their keys NaN, so that those who do see them notice (`spec_jax.kv.KVBuffer.write`).
 """
 
 import math
@@ -43,6 +45,7 @@ def visible(
         bits_BxNxM = expand_ancestor_words(words_BxNxW)
         bit_BxS = jnp.clip(tail_BxS, 0, bits_BxNxM.shape[2] - 1)
         seen_BxNxS = jnp.take_along_axis(bits_BxNxM, bit_BxS[:, None, :], axis=2)
+        seen_BxNxS &= (tail_BxS < bits_BxNxM.shape[2])[:, None, :]
     in_tail_BxS = (tail_BxS >= 0) & (tail_BxS < tail + num_new)
     return (tail_BxS < 0)[:, None, :] | (in_tail_BxS[:, None, :] & seen_BxNxS)
 
@@ -74,12 +77,11 @@ def tree_attention_reference(
     G = H // K
     scale = 1.0 / math.sqrt(D) if scale is None else scale
     q_BxKxMxD = q_BxNxHxD.reshape(B, N, K, G, D).transpose(0, 2, 3, 1, 4).reshape(B, K, G * N, D)
-    # A weight of zero does not hide a NaN: rows that nobody sees must not be multiplied at all. (The scores are masked
-    # anyway; keys are treated alike because XLA:CPU then reads the buffer in place instead of copying it every time.)
+    # A weight of zero does not hide a NaN. (The scores are masked anyway; keys are treated alike because XLA:CPU then
+    # reads the buffer in place instead of copying it every time.)
     written_Bx1xSx1 = (jnp.arange(S)[None, :] < length_B[:, None] + tail + N)[:, None, :, None]
-    k_BxKxSxD, v_BxKxSxD = (
-        jnp.where(written_Bx1xSx1, rows, jnp.zeros((), rows.dtype)) for rows in (k_BxKxSxD, v_BxKxSxD)
-    )
+    k_BxKxSxD = jnp.where(written_Bx1xSx1, k_BxKxSxD, jnp.zeros((), k_BxKxSxD.dtype))
+    v_BxKxSxD = jnp.where(jnp.isfinite(v_BxKxSxD), v_BxKxSxD, jnp.zeros((), v_BxKxSxD.dtype))
     scores_BxKxMxS = jnp.einsum("bkmd,bksd->bkms", q_BxKxMxD, k_BxKxSxD, preferred_element_type=jnp.float32)
     scores_BxKxGxNxS = scores_BxKxMxS.reshape(B, K, G, N, S) * scale
     visible_BxNxS = visible(length_B, N, S, words_BxNxW, tail)

@@ -48,6 +48,7 @@ def tree_attention(
       KernelError: arguments that do not agree or are not supported.
     """
     checks.check_chip(chip)
+    checks.check_queries(q_BxNxHxD)
     if k_BxKxSxD.ndim != 4 or k_BxKxSxD.shape != v_BxKxSxD.shape or k_BxKxSxD.shape[0] != q_BxNxHxD.shape[0]:
         raise checks.KernelError(
             f"keys and values must both be [B, K, S, D] with the B of the queries, got {q_BxNxHxD.shape=}, "
@@ -55,7 +56,7 @@ def tree_attention(
         )
     _, K, S, D = k_BxKxSxD.shape
     dtypes = k_BxKxSxD.dtype, v_BxKxSxD.dtype
-    checks.check_attention(q_BxNxHxD, k_BxKxSxD.shape, dtypes, length_B, words_BxNxW, scale, S, D, K)
+    checks.check_attention(q_BxNxHxD, k_BxKxSxD.shape, dtypes, length_B, words_BxNxW, scale, tail, S, D, K)
     settings = _Settings(scale, chip, interpret)
     return _attention(settings, q_BxNxHxD, k_BxKxSxD, v_BxKxSxD, length_B, words_BxNxW, jnp.asarray(tail, jnp.int32))
 

@@ -15,6 +15,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from kernels_pallas import copies
+from kernels_pallas.checks import KernelError
+from kernels_pallas.chips import Chip
 
 SUBLANES = 16  # Copies between HBM and VMEM begin and end at multiples of it.
 
@@ -29,6 +31,7 @@ def edit_in_place(
     edit: Callable,
     window: tuple[int, int, int],
     overhang: int = 0,
+    chip: Chip,
     name: str,
     interpret,
 ) -> tuple[jax.Array, ...]:
@@ -44,12 +47,20 @@ def edit_in_place(
       window: K, R and D.
       overhang: so many further rows that `edit` may write to; they are not copied back.
       name: of the kernel.
+
+    Raises:
+      KernelError: the windows do not fit the chip's VMEM.
     """
     K, R, D = window
     if not interpret:
         kv = tuple(pltpu.with_memory_space_constraint(x, pltpu.HBM) for x in kv)
     any_space = [pl.BlockSpec(memory_space=pl.ANY) for _ in kv]
     item_bytes = 2 * K * D * (2 * 2 * R + 4 * (R + overhang)) + sum(2 * x.nbytes // len(x) for x in new)
+    if 2 * item_bytes > chip.vmem_bytes:
+        raise KernelError(
+            f"windows of {R} positions of {K} heads of {D}, {kv[0].dtype}, need {item_bytes / 2**20:.0f} MiB, and a "
+            f"{chip.name} has {chip.vmem_bytes / 2**21:.0f} MiB to spare; lay the heads over more devices"
+        )
     out = pl.pallas_call(
         functools.partial(
             _kernel,

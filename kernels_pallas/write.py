@@ -5,6 +5,9 @@ the whole cache to get there; row by row and head by head it is slow. A kernel r
 places them, and writes the tiles back.
 """
 
+import functools
+
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
@@ -40,6 +43,8 @@ def write(
 ) -> tuple[Float[Array, "B K S D"], Float[Array, "B K S D"]]:
     """`write_reference` of keys and values as a TPU kernel, in place where the buffers are donated.
 
+    The gradient is the reference's.
+
     Raises:
       KernelError: arguments that do not agree or are not supported.
     """
@@ -54,14 +59,16 @@ def write(
         )
     if start_B.shape != (B,) or start_B.dtype != jnp.int32:
         raise KernelError(f"starts must be int32 [{B}], got {start_B.dtype} {start_B.shape}")
+    checks.check_sizes(new=new_keys_BxNxKxD)
     kv = keys_BxKxSxD, values_BxKxSxD
     for first in range(0, N, _MOST):
         part = slice(first, min(first + _MOST, N))
-        kv = _write(kv, start_B + first, new_keys_BxNxKxD[:, part], new_values_BxNxKxD[:, part], interpret)
+        kv = _write(chip, interpret, kv, start_B + first, new_keys_BxNxKxD[:, part], new_values_BxNxKxD[:, part])
     return kv
 
 
-def _write(kv, start_B, new_keys_BxNxKxD, new_values_BxNxKxD, interpret):
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _write(chip, interpret, kv, start_B, new_keys_BxNxKxD, new_values_BxNxKxD):
     K, S, D = kv[0].shape[1:]
     N = new_keys_BxNxKxD.shape[1]
     size = windows.size_for(N, S)
@@ -93,6 +100,23 @@ def _write(kv, start_B, new_keys_BxNxKxD, new_values_BxNxKxD, interpret):
         edit=edit,
         window=(K, size, D),
         overhang=N,
+        chip=chip,
         name="write",
         interpret=interpret,
     )
+
+
+def _forward(chip, interpret, kv, start_B, *new):
+    return _write(chip, interpret, kv, start_B, *new), (kv, start_B, new)
+
+
+def _backward(chip, interpret, arguments, cotangents):
+    kv, start_B, new = arguments
+    _, pull_back = jax.vjp(
+        lambda kv, new: tuple(write_reference(rows, start_B, x) for rows, x in zip(kv, new, strict=True)), kv, new
+    )
+    kv_cotangent, new_cotangent = pull_back(cotangents)
+    return kv_cotangent, None, *new_cotangent
+
+
+_write.defvjp(_forward, _backward)

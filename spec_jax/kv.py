@@ -90,6 +90,10 @@ class KVBuffer:
         """
         if k_BxNxKxD.shape[1] > self.capacity:
             raise ValueError(f"{k_BxNxKxD.shape[1]} new positions cannot fit a buffer of {self.capacity}")
+        # Attention takes a value that is no number for zero, so that it cannot reach those who do not see it; those who
+        # do see its key.
+        sound_BxNxKx1 = jnp.all(jnp.isfinite(v_BxNxKxD), axis=-1, keepdims=True)
+        k_BxNxKxD = jnp.where(sound_BxNxKx1, k_BxNxKxD, jnp.asarray(jnp.nan, k_BxNxKxD.dtype))
         width = self.keys[layer].shape[3]
         k_BxNxKxD, v_BxNxKxD = (lanes.pack_rows(rows, self.heads_in_row, width) for rows in (k_BxNxKxD, v_BxNxKxD))
         start_B = self.length_B + self.tail

@@ -1,5 +1,7 @@
 """The attention kernels against the reference: one suite over both kernels, both interpreters and every input kind."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -17,7 +19,7 @@ V6E = CHIPS["v6e"]
 CASES = {
     "one node": dict(nodes=1, lengths=(0, 127), capacity=128),
     "tree, ragged": dict(nodes=7, lengths=(0, 1, 640 - 7), capacity=640),
-    "tail over a block's end": dict(nodes=33, lengths=(511, 500, 512), capacity=640, dim=128),
+    "tail over a block's end": dict(nodes=33, lengths=(511, 509, 500, 512), capacity=640, dim=128),
     "two levels": dict(nodes=12, lengths=(30, 3, 200), capacity=256, tail=21),
     "128 nodes": dict(nodes=128, lengths=(500, 0), capacity=640, heads=8),
     "wide head, many queries": dict(nodes=9, lengths=(20, 5), capacity=128, dim=256, heads=8, kv_heads=1),
@@ -75,6 +77,32 @@ def test_scale(kernel):
     assert_agree(got, tree_attention_reference(c.q, c.k, c.v, c.length, c.words, 0.5))
 
 
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("kernel", ["reference", "contiguous", "paged"])
+def test_a_branch_of_nan_does_not_reach_its_siblings(kernel, dtype):
+    """Values of node 1 are no numbers: nodes 0 and 2 do not see it and do not notice."""
+    c = case(8, nodes=3, lengths=(9, 127), capacity=256, dtype=dtype)
+    c.words = jnp.asarray([[[1], [3], [5]]] * 2, jnp.uint32)
+    spoiled = dataclasses.replace(c, v=c.v.at[0, :, 10].set(jnp.nan).at[1, :, 128, ::2].set(jnp.inf))
+
+    def outputs(c):
+        if kernel == "reference":
+            return tree_attention_reference(c.q, c.k, c.v, c.length, c.words)
+        return run(kernel, c, True)
+
+    got, want = (np.asarray(outputs(x), np.float32)[:, [0, 2]] for x in (spoiled, c))
+    np.testing.assert_array_equal(got, want)
+
+
+@pytest.mark.parametrize("kernel", ["contiguous", "paged"])
+def test_bits_beyond_the_tail_show_nothing(kernel):
+    c = case(9, nodes=4, lengths=(9, 125), capacity=256, fill=1e4)
+    loud = dataclasses.replace(c, words=c.words | jnp.uint32(2**32 - 2**4))
+    want = tree_attention_reference(c.q, c.k, c.v, c.length, c.words)
+    assert_agree(tree_attention_reference(loud.q, loud.k, loud.v, loud.length, loud.words), want)
+    assert_agree(run(kernel, loud, True), want)
+
+
 def test_gradients_are_the_references():
     c = case(7, nodes=5, lengths=(9, 0), capacity=128)
 
@@ -124,9 +152,9 @@ def test_every_chip_takes_the_same_mask(chip):
 
 def _refused(change):
     c = case(6, nodes=4, lengths=(9, 2), capacity=128)
-    arguments = dict(q=c.q, k=c.k, v=c.v, length=c.length, words=c.words, scale=None, chip=V6E) | change(c)
-    q, k, v, length, words, scale, chip = arguments.values()
-    tree_attention(q, k, v, length, words, scale, chip=chip, interpret=True)
+    arguments = dict(q=c.q, k=c.k, v=c.v, length=c.length, words=c.words, scale=None, tail=0, chip=V6E) | change(c)
+    *positional, chip = arguments.values()
+    tree_attention(*positional, chip=chip, interpret=True)
 
 
 @pytest.mark.parametrize(
@@ -141,7 +169,10 @@ def _refused(change):
         (lambda c: dict(length=c.length[:1]), r"int32 \[2\]"),
         (lambda c: dict(words=c.words[:, :2]), r"uint32 \[2, 4, W\]"),
         (lambda c: dict(k=c.k[:, :, :100], v=c.v[:, :, :100]), "100 positions, expected a multiple of 128"),
-        (lambda c: dict(scale=-1.0), "must be positive, got -1.0"),
+        (lambda c: dict(scale=-1.0), "must be a positive number.* got -1.0"),
+        (lambda c: dict(tail=1.5), "the tail must be one whole number, got 1.5"),
+        (lambda c: dict(q=c.q[:, :0], words=c.words[:, :0]), r"every array needs a value, got queries \[2, 0, 4, 64\]"),
+        (lambda c: dict(q=c.q[0]), r"queries must be \[B, N, H, D\]"),
         (lambda c: dict(chip="v6e"), "chip_named"),
     ],
 )
@@ -155,6 +186,19 @@ def test_more_than_128_nodes_are_refused():
     k = jnp.zeros((1, 2, 256, 64))
     with pytest.raises(KernelError, match="at most 128 nodes, got 129"):
         tree_attention(q, k, k, jnp.zeros(1, jnp.int32), jnp.zeros((1, 129, 5), jnp.uint32), chip=V6E)
+
+
+def test_words_need_a_bit_for_every_node():
+    q, k = jnp.zeros((1, 40, 2, 64)), jnp.zeros((1, 2, 256, 64))
+    with pytest.raises(KernelError, match=r"40 nodes need a bit each, and ancestor words \(1, 40, 1\) have 32"):
+        tree_attention(q, k, k, jnp.zeros(1, jnp.int32), jnp.zeros((1, 40, 1), jnp.uint32), chip=V6E)
+
+
+def test_what_vmem_cannot_hold_is_refused():
+    q, k = jnp.zeros((1, 128, 64, 256)), jnp.zeros((1, 64, 256, 256))
+    words = jnp.zeros((1, 128, 4), jnp.uint32)
+    with pytest.raises(KernelError, match="64 key heads need .* MiB for a block of 128 keys, and a v5p has 32 MiB"):
+        tree_attention(q, k, k, jnp.zeros(1, jnp.int32), words, chip=CHIPS["v5p"])
 
 
 @pytest.mark.parametrize(

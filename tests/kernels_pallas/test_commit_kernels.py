@@ -47,6 +47,20 @@ def test_commit_equals_reference(mode, dtype):
     assert_committed(values, c.v, c, count, path)
 
 
+@pytest.mark.parametrize("mode", ["plain", "races"])
+def test_what_leaves_the_buffer_is_not_moved(mode):
+    """Rows at the end of their buffer, and paths and counts that are too large: the rest is as the reference has it."""
+    c = case(2, nodes=8, lengths=(120, 120, 120, 60), capacity=128)
+    length = jnp.asarray([124, 128, 100, 60], jnp.int32)
+    count, path = jnp.asarray([3, 3, 9, 2], jnp.int32), jnp.asarray([[0, 2, 5], [0, 2, 5], [0, 2, 5], [0, 60, 61]])
+    with interpreter(mode) as interpret:
+        keys, _ = commit(c.k, c.v, length, count, path, num_rows=8, chip=V6E, interpret=interpret)
+    want = commit_reference(c.k, length, count, path)
+    for row, end in enumerate((127, 128, 103, 61)):
+        np.testing.assert_array_equal(keys[row, :, :end], want[row, :, :end])
+    np.testing.assert_array_equal(keys[3, :, 68:], c.k[3, :, 68:])
+
+
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 @pytest.mark.parametrize("mode", ["plain", "races"])
 def test_paged_commit_equals_reference(mode, dtype):
@@ -75,6 +89,12 @@ def test_nodes_that_are_not_numbers_stay_where_they_are():
         (dict(num_rows=1025), "1 to 1024 rows behind the prefix, got num_rows=1025"),
         (dict(count_B=jnp.zeros(3, jnp.int32)), r"count must be int32 \[1\]"),
         (dict(path_BxP=jnp.zeros((2, 9), jnp.int32)), r"path must be int32 \[1, 9\]"),
+        (dict(path_BxP=jnp.zeros((1, 0), jnp.int32)), r"every array needs a value, .* path \[1, 0\]"),
+        (
+            {name: jnp.zeros((1, 64, 2048, 128)) for name in ("keys_BxKxSxD", "values_BxKxSxD")}
+            | dict(num_rows=1024, chip=CHIPS["v5p"]),
+            "windows of 1040 positions of 64 heads of 128, float32, need .* MiB, and a v5p has 32 MiB",
+        ),
         (dict(values_BxKxSxD=jnp.zeros((1, 2, 256, 64), jnp.bfloat16)), "both be float32 or both bfloat16"),
         (dict(values_BxKxSxD=jnp.zeros((1, 2, 128, 64))), r"values.shape=\(1, 2, 128, 64\)"),
         (dict(chip=None), "Chip"),
@@ -85,6 +105,18 @@ def test_refusals(untyped, change, message):
     arguments = dict(keys_BxKxSxD=c.k, values_BxKxSxD=c.v, length_B=c.length, count_B=count, path_BxP=path)
     with pytest.raises(KernelError, match=message):
         commit(**(arguments | dict(num_rows=NODES, chip=V6E, interpret=True) | change))
+
+
+def test_a_row_that_commits_nothing_needs_no_room():
+    c, count, path = drawn(5, (3, 60), jnp.float32, capacity=128)
+    pages, table = paged(c.k, c.v, np.asarray(c.length) + NODES)
+    count, table = jnp.asarray([3, 0], jnp.int32), table[:, :2]
+    path = jnp.asarray([[0, 2, 5], [0, 0, 0]], jnp.int32)
+    got = paged_commit(pages, table, c.length, count, path, num_rows=8, chip=V6E, interpret=True)
+    keys, before = (paged_attention.contiguous(x, table)[0] for x in (got, pages))
+    want = commit_reference(before, c.length, count, path)
+    np.testing.assert_array_equal(keys[0, :, :6], want[0, :, :6])
+    np.testing.assert_array_equal(keys[1], before[1])
 
 
 def test_a_shared_page_is_not_written():

@@ -1,5 +1,6 @@
 """The write kernel against the reference: new rows at each row's own place, and every other row as it was."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -33,6 +34,26 @@ def test_write_equals_reference(mode, new, dtype):
         np.testing.assert_array_equal(np.asarray(got, np.float32), np.asarray(want, np.float32))
 
 
+def test_gradients_are_the_references():
+    k, v, start, new_k, new_v = drawn((0, 5, 126, 200), 3, jnp.float32, capacity=128)
+    k = jnp.nan_to_num(k)
+
+    def loss(write, k, v, new_k, new_v):
+        keys, values = write(k, v, start, new_k, new_v)
+        return jnp.sum(jnp.sin(keys)) + jnp.sum(jnp.cos(values) * keys)
+
+    def kernel(*arguments):
+        return write(*arguments, chip=V6E, interpret=True)
+
+    def reference(k, v, start, new_k, new_v):
+        return write_reference(k, start, new_k), write_reference(v, start, new_v)
+
+    got, want = (jax.grad(loss, argnums=(1, 2, 3, 4))(f, k, v, new_k, new_v) for f in (kernel, reference))
+    for ours, theirs in zip(got, want, strict=True):
+        assert np.asarray(ours).any()
+        np.testing.assert_array_equal(ours, theirs)
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -40,6 +61,10 @@ def test_write_equals_reference(mode, new, dtype):
         (dict(start_B=jnp.zeros(3, jnp.int32)), r"starts must be int32 \[2\]"),
         (dict(values_BxKxSxD=jnp.zeros((2, 2, 128, 64))), r"values.shape=\(2, 2, 128, 64\)"),
         (dict(chip="v6e"), "Chip"),
+        (
+            {name: jnp.zeros((2, 0, 2, 64)) for name in ("new_keys_BxNxKxD", "new_values_BxNxKxD")},
+            r"every array needs a value, got new \[2, 0, 2, 64\]",
+        ),
     ],
 )
 def test_refusals(untyped, change, message):

@@ -4,12 +4,14 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import spec_jax as sj
 from kernels_pallas.chips import CHIPS
 from models.config import LlamaConfig
 from models.target import LlamaTarget
+from spec_jax.attention import attend
 from spec_jax.contract import Law
 from spec_jax.growth import Beam
 from spec_jax.kernels import REFERENCE, Kernels
@@ -39,6 +41,31 @@ def test_interpreted_kernels_decode_the_same_tokens(tree):
     assert [r.tokens for r in got] == [r.tokens for r in want]
     assert got.stats == want.stats
     assert tree is None or 0 < got.stats.accepted < got.stats.drafted
+
+
+@pytest.mark.parametrize("kernels", [INTERPRETED, REFERENCE], ids=["kernels", "reference"])
+def test_a_branch_that_is_no_number_shows_to_those_who_see_it_only(kernels):
+    """Values of node 1 overflowed, its keys did not: it is NaN, and so is its child 2; root and sibling 3 are not."""
+    kv = KVBuffer.create(1, 1, 2, 128, 64, kernels=kernels).with_length(jnp.asarray([5]))
+    q, k, v = jax.random.normal(jax.random.key(0), (3, 1, 4, 2, 64))
+    kv = dataclasses.replace(kv, keys=(jnp.zeros_like(kv.keys[0]),), values=(jnp.ones_like(kv.values[0]),))
+    words = jnp.asarray(Tree((-1, 0, 1, 0)).ancestor_words_NxW)[None]
+    out = attend(q, kv.write(0, k, v.at[0, 1, :, 7].set(jnp.inf)), 0, words)
+    assert np.isnan(np.asarray(out[0, 1:3])).all()
+    fine = attend(q, kv.write(0, k, v), 0, words)
+    np.testing.assert_array_equal(out[0, [0, 3]], fine[0, [0, 3]])
+
+
+def test_gradients_through_a_buffer_are_those_of_plain_jax():
+    def loss(x, kernels):
+        q, k, v = x
+        kv = KVBuffer.create(1, 2, 2, 128, 64, kernels=kernels).write(0, k, v)
+        return jnp.sum(jnp.sin(attend(q, kv, 0, None)))
+
+    x = jax.random.normal(jax.random.key(0), (3, 2, 6, 2, 64))
+    got, want = (jax.grad(loss)(x, kernels) for kernels in (INTERPRETED, REFERENCE))
+    assert np.abs(np.asarray(want)).sum((1, 2, 3, 4)).all()
+    np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6)
 
 
 def test_an_odd_number_of_narrow_heads():
