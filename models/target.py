@@ -178,12 +178,16 @@ class LlamaTarget:
 
     @functools.cached_property
     def fingerprint(self) -> str:
-        """A sha256 of the configuration and of a grid of values from every weight: cheap, not tamper-proof."""
-        digest = hashlib.sha256(json.dumps(dataclasses.asdict(self.config), sort_keys=True).encode())
+        """A sha256 of the configuration and of a grid of values from every weight: cheap, not tamper-proof.
+
+        The same for a model in float32 and in bfloat16.
+        """
+        shape = {name: value for name, value in dataclasses.asdict(self.config).items() if name != "dtype"}
+        digest = hashlib.sha256(json.dumps(shape, sort_keys=True).encode())
         arrays = flat_params(self.config, self.params)
         samples = jax.device_get({path: _grid(array) for path, array in arrays.items()})
         for path, array in arrays.items():
-            digest.update(f"{path} {array.shape} {array.dtype}".encode())
+            digest.update(f"{path} {array.shape}".encode())
             digest.update(np.ascontiguousarray(samples[path]).tobytes())
         return digest.hexdigest()
 
@@ -193,4 +197,4 @@ class LlamaTarget:
 
 
 def _grid(array: jax.Array) -> jax.Array:
-    return array[tuple(slice(None, None, max(1, size // _SAMPLED)) for size in array.shape)]
+    return array[tuple(slice(None, None, max(1, size // _SAMPLED)) for size in array.shape)].astype(jnp.bfloat16)

@@ -128,6 +128,25 @@ def check_draft(target, draft) -> None:
         )
 
 
+def check_head(target, head) -> None:
+    """Refuses a draft head that was made for another target.
+
+    Raises:
+      ContractError: vocabulary size or fingerprint differ.
+    """
+    if head.vocab_size != target.vocab_size:
+        raise ContractError(
+            f"the draft head is for a vocabulary of {head.vocab_size} tokens and the target has {target.vocab_size}; "
+            "use the target that it was trained for"
+        )
+    wanted, found = head.target_fingerprint, getattr(target, "fingerprint", None)
+    if None not in (wanted, found) and wanted != found:
+        raise ContractError(
+            f"the draft head was trained for another target (fingerprint {wanted[:12]}, this one's is {found[:12]}): "
+            "its guesses would mean nothing; use the target that it was trained for, or train a head for this one"
+        )
+
+
 def check_prompt(tokens: Sequence[int], vocab_size: int, max_len: int, name: str) -> None:
     """Refuses a prompt that cannot be decoded from.
 

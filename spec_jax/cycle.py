@@ -94,7 +94,7 @@ def prefill(plan: Plan, params: Params, state: DecodeState) -> DecodeState:
         positions_BxC = jnp.broadcast_to(start + jnp.arange(chunk)[None, :], tokens_BxC.shape)
         kv = kv.with_length(jnp.full_like(length_B, start))
         _, taps, kv = plan.target.forward(params.target, tokens_BxC, positions_BxC, kv, None, taps=plan.proposer.taps)
-        proposer = plan.proposer.prefill(params.proposer, proposer, tokens_BxC, start, taps)
+        proposer = plan.proposer.prefill(params.proposer, proposer, state.context, tokens_BxC, start, taps)
         return start + chunk, kv, proposer
 
     _, kv, proposer = jax.lax.while_loop(

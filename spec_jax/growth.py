@@ -60,6 +60,29 @@ class Beam(DynamicTree):
 
 
 @pytree
+class Level:
+    """Nodes of one depth, whose children a draft is asked for.
+
+    Attributes:
+      tokens_BxM: their tokens.
+      parent_BxM: the scratch rows of their parents; the number of rows where that is the root.
+      words_BxMxW: their ancestors among the scratch rows, themselves included, as bits; None in a chain.
+      depth: of these nodes; the root's is 0.
+      tail: scratch rows of the levels before; the M rows of these nodes follow.
+    """
+
+    tokens_BxM: Int[Array, "B M"]
+    parent_BxM: Int[Array, "B M"]
+    words_BxMxW: UInt32[Array, "B M W"] | None
+    depth: Int[Array, ""]
+    tail: Int[Array, ""]
+
+
+Expand = Callable[[Any, Level], tuple[Array, Any]]
+"""Scores a level: `(carry, level) -> (logits_BxMxV, carry)`; the carry is the draft's own, such as its KV."""
+
+
+@pytree
 class Grown:
     """A grown tree, root included.
 
@@ -79,7 +102,7 @@ class Grown:
 def grow(
     beam: Beam,
     logits_BxV: Float[Array, "B V"],
-    expand: Callable[[Any, Int[Array, "B K"], Int[Array, ""], UInt32[Array, "B K W"]], tuple[Array, Any]],
+    expand: Expand,
     carry: Any,
 ) -> tuple[Grown, Any]:
     """Grows one tree per row.
@@ -87,9 +110,8 @@ def grow(
     Args:
       beam: the static bounds.
       logits_BxV: the draft's logits behind the root.
-      expand: scores a level: `(carry, tokens_BxK, depth, words_BxKxW) -> (logits_BxKxV, carry)`. The nodes are `depth`
-        deep and come to stand in rows `(depth - 1) * width` and on of the scratch, over which the words are bits.
-      carry: handed through the calls, such as the draft's KV.
+      expand: scores a level of `width` nodes; they come to stand in rows `(depth - 1) * width` and on of the scratch.
+      carry: handed through the calls.
     """
     (B, V), width, levels = logits_BxV.shape, beam.width, beam.max_depth
     batch_Bx1 = jnp.arange(B)[:, None]
@@ -118,15 +140,15 @@ def grow(
         return jnp.exp(jax.lax.top_k(score_BxC, min(beam.size - 1, C))[0]).sum(1)
 
     def level(state):
-        depth, growing_B, pool, candidate_BxK, seen_BxKxR, carry = state
+        depth, growing_B, pool, candidate_BxK, above_row_BxK, seen_BxKxR, carry = state
         token_BxC, score_BxC, parent_BxC, row_BxC = pool
         first = (depth - 1) * width
         row_BxC = row_BxC.at[batch_Bx1, candidate_BxK].set(first + jnp.broadcast_to(slot_1xK, (B, width)))
         seen_BxKxR |= jnp.arange(R)[None, None, :] == first + slot_1xK[..., None]
-        logits_BxKxV, carry = expand(
-            carry, jnp.take_along_axis(token_BxC, candidate_BxK, axis=1), depth, pack_words(seen_BxKxR)
-        )
-        token_BxKxK, log_p_BxKxK = children(logits_BxKxV)
+        tokens_BxK = jnp.take_along_axis(token_BxC, candidate_BxK, axis=1)
+        logits_BxKxV, carry = expand(carry, Level(tokens_BxK, above_row_BxK, pack_words(seen_BxKxR), depth, first))
+        # A draft may give one law for all nodes of a level.
+        token_BxKxK, log_p_BxKxK = (jnp.broadcast_to(x, (B, width, width)) for x in children(logits_BxKxV))
         above_BxK = jnp.take_along_axis(score_BxC, candidate_BxK, axis=1)
         new_BxKK = (above_BxK[..., None] + log_p_BxKxK).reshape(B, -1)
         new_BxKK = jnp.where(growing_B[:, None], new_BxKK, -jnp.inf)
@@ -143,10 +165,12 @@ def grow(
         if beam.threshold is not None:
             growing_B = growing_B & (worth(pool[1]) - worth_B > beam.threshold)
         _, best_BxK = jax.lax.top_k(new_BxKK, width)
-        seen_BxKxR = jnp.take_along_axis(seen_BxKxR, best_BxK[..., None] // width, axis=1)
-        return depth + 1, growing_B, (*pool, row_BxC), start + best_BxK, seen_BxKxR, carry
+        place_BxK = best_BxK // width
+        seen_BxKxR = jnp.take_along_axis(seen_BxKxR, place_BxK[..., None], axis=1)
+        return depth + 1, growing_B, (*pool, row_BxC), start + best_BxK, first + place_BxK, seen_BxKxR, carry
 
-    state = (jnp.int32(1), jnp.ones((B,), bool), pool, candidate_BxK, seen_BxKxR, carry)
+    root_BxK = jnp.full((B, width), R, jnp.int32)
+    state = (jnp.int32(1), jnp.ones((B,), bool), pool, candidate_BxK, root_BxK, seen_BxKxR, carry)
     if levels > 1:
         state = jax.lax.while_loop(lambda state: (state[0] < levels) & jnp.any(state[1]), level, state)
     token_BxC, score_BxC, parent_BxC, row_BxC = state[2]

@@ -111,7 +111,7 @@ class Recorder(Plain):
     def init(self, batch: int, capacity: int):
         return jnp.zeros((batch, capacity, self.width), jnp.float32)
 
-    def prefill(self, params, state, tokens_BxC, start, taps):
+    def prefill(self, params, state, context, tokens_BxC, start, taps):
         return state  # the law of the first answer token is that behind the root, the prompt's last token
 
     def observe(self, params, state, context: Context, committed: Committed):
@@ -236,7 +236,8 @@ def trained_draft(draft: LlamaTarget, state: "TrainState") -> LlamaTarget:
 
 
 def _like(target: LlamaTarget, config, params) -> LlamaTarget:
-    return LlamaTarget(config, params, target.tokenizer, target.eos_token_ids, f"draft of {target.name}")
+    name = f"draft of {target.name}"
+    return LlamaTarget(config, params, target.tokenizer, target.eos_token_ids, name, kernels=target.kernels)
 
 
 def split_params(params: Params) -> tuple[Params, Params]:

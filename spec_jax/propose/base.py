@@ -101,6 +101,10 @@ class Committed:
     taps: tuple[Float[Array, "B N E"], ...]
     drafted: bool = dataclasses.field(metadata={"static": True})
 
+    def at_path(self, tap_BxNxE: Float[Array, "B N E"]) -> Float[Array, "B P E"]:
+        """A tap at the committed nodes; entries from `count` on mean nothing."""
+        return jnp.take_along_axis(tap_BxNxE, self.path_BxP[..., None], axis=1, mode="clip")
+
 
 @runtime_checkable
 class Proposer(Protocol):
@@ -136,11 +140,15 @@ class Proposer(Protocol):
         self,
         params: Any,
         state: Any,
+        context: Context,
         tokens_BxC: Int[Array, "B C"],
         start: Int[Array, ""],
         taps: tuple[Float[Array, "B C E"], ...],
     ) -> Any:
-        """Takes in prompt tokens `start..start+C` (right-padded) with the target's taps at them."""
+        """Takes in tokens `start..start+C` of the prompts with the target's taps at them.
+
+        What lies at a row's last prompt token, its first root, or behind it is padding.
+        """
         ...
 
     def propose(self, params: Any, state: Any, context: Context) -> tuple[Proposal, Any]:
@@ -169,7 +177,7 @@ class Stateless:
     def init(self, batch: int, capacity: int) -> None:
         return None
 
-    def prefill(self, params, state, tokens_BxC, start, taps) -> None:
+    def prefill(self, params, state, context, tokens_BxC, start, taps) -> None:
         return None
 
     def observe(self, params, state, context, committed) -> None:

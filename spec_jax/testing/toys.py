@@ -60,7 +60,8 @@ class HistLM(_Toy):
     """Logits are a hash of everything visible: the KV rows of the prefix and of a node's ancestors.
 
     Every position stores a small whole number made of its token and position; a node's logits are the row of a random
-    table chosen by the sum over all visible rows. A missing, stale, doubled or misplaced row changes the sum.
+    table chosen by the sum over all visible rows. A missing, stale, doubled or misplaced row changes the sum, which is
+    also what every tap shows.
     """
 
     _CELLS = 997
@@ -77,9 +78,55 @@ class HistLM(_Toy):
         rows_Bx1xS = kv.values[0][:, 0, :, 0][:, None, :]
         seen_BxNxS = kv.visible(tokens_BxN.shape[1], words_BxNxW)
         total_BxN = jnp.where(seen_BxNxS, rows_Bx1xS, 0.0).sum(-1)
+        return self._row(params, total_BxN), (total_BxN[..., None],) * len(taps), kv
+
+    def _row(self, table_CxV, total_BxN):
+        """The table's row for every sum; NaN where the sum is none."""
         is_number_BxN = jnp.isfinite(total_BxN)
         cell_BxN = jnp.where(is_number_BxN, total_BxN, 0.0).astype(jnp.int32) % self._CELLS
-        return jnp.where(is_number_BxN[..., None], params[cell_BxN], jnp.nan), (), kv
+        return jnp.where(is_number_BxN[..., None], table_CxV[cell_BxN], jnp.nan)
+
+
+class HistEagle(HistLM):
+    """An `EagleHead` that is a `HistLM` over pairs of features and token: any mistake in either changes its logits."""
+
+    taps = (1,)
+    width = 1
+    target_fingerprint = None
+
+    def vocabulary(self, params):
+        return None
+
+    def features(self, params, taps):
+        return taps[0]
+
+    def forward(self, params, features_BxNxE, tokens_BxN, positions_BxN, kv, words_BxNxW):
+        mixed_BxN = tokens_BxN + features_BxNxE[..., 0].astype(jnp.int32) * 7
+        _, (hidden_BxNx1,), kv = super().forward(params, mixed_BxN, positions_BxN, kv, words_BxNxW, taps=(1,))
+        return hidden_BxNx1 % self._CELLS, kv
+
+    def logits(self, params, hidden_BxNxE):
+        return self._row(params, hidden_BxNxE[..., 0])
+
+
+class HistMedusa:
+    """`MedusaHeads` of random tables, whose row the hidden state of a `HistLM` chooses."""
+
+    taps = (1,)
+    width = 1
+    target_fingerprint = None
+
+    def __init__(self, num_heads: int = 4, vocab_size: int = 11, seed: int = 5):
+        self._heads = [HistLM(vocab_size, seed + k, sharpness=1.0) for k in range(num_heads)]
+        self.num_heads, self.vocab_size = num_heads, vocab_size
+        self.params = [head.params for head in self._heads]
+
+    def vocabulary(self, params):
+        return None
+
+    def logits(self, params, hidden_BxE):
+        tables = zip(self._heads, params, strict=True)
+        return jnp.concatenate([head._row(table_CxV, hidden_BxE) for head, table_CxV in tables], axis=1)
 
 
 class TinyTransformer(_Toy):
@@ -133,7 +180,7 @@ class TinyTransformer(_Toy):
 
 
 class Poisoned:
-    """A target whose unwritten KV rows are filled with `value` before every forward: no output may change."""
+    """A target or head whose unwritten KV rows are filled with `value` before every forward: no output may change."""
 
     def __init__(self, target: Target, value: float = math.nan):
         self._target, self._value = target, value
@@ -145,14 +192,15 @@ class Poisoned:
     def init_kv(self, batch: int, capacity: int) -> KVBuffer:
         return self._target.init_kv(batch, capacity)
 
-    def forward(self, params, tokens_BxN, positions_BxN, kv, words_BxNxW, taps=()):
+    def forward(self, params, *arguments, **options):
+        *inputs, kv, words_BxNxW = arguments
         committed_BxS = jnp.arange(kv.capacity)[None, :] < kv.length_B[:, None] + kv.tail
 
         def fill(rows_BxKxSxD):
             return jnp.where(committed_BxS[:, None, :, None], rows_BxKxSxD, self._value)
 
         kv = dataclasses.replace(kv, keys=tuple(map(fill, kv.keys)), values=tuple(map(fill, kv.values)))
-        return self._target.forward(params, tokens_BxN, positions_BxN, kv, words_BxNxW, taps=taps)
+        return self._target.forward(params, *inputs, kv, words_BxNxW, **options)
 
 
 def _unit(x_BxNxE):

@@ -44,7 +44,7 @@ def test_the_fingerprint_sees_weights_and_configuration():
         def value(path):
             array = np.array(weights[path])
             if path == changed_path:
-                array.flat[0] += 1e-3
+                array.flat[0] += 0.1
             return array
 
         return LlamaTarget(TINY, filled_params(TINY, value)).fingerprint

@@ -14,9 +14,9 @@ def grown(beam, tables_BxVxV):
     """The trees of drafts that only see their last token: row t of a table holds the logits behind token t."""
     tables_BxVxV = jnp.asarray(tables_BxVxV, jnp.float32)
 
-    def expand(calls, tokens_BxK, depth, words_BxKxW):
-        assert words_BxKxW.shape[-1] == -(-beam.num_expanded // 32)
-        return jnp.take_along_axis(tables_BxVxV, tokens_BxK[..., None], axis=1), calls + 1
+    def expand(calls, level):
+        assert level.words_BxMxW.shape[-1] == -(-beam.num_expanded // 32)
+        return jnp.take_along_axis(tables_BxVxV, level.tokens_BxM[..., None], axis=1), calls + 1
 
     made, calls = jax.jit(lambda: growth.grow(beam, tables_BxVxV[:, 0], expand, jnp.int32(0)))()
     return jax.device_get((made.tokens_BxN, made.parents_BxN, made.valid_BxN, made.row_BxN, calls))
@@ -111,24 +111,21 @@ def test_words_are_the_ancestors_among_the_scratch_rows():
     beam, seen = Beam(40, 4, 3), {}
     tables = 2.0 * np.random.default_rng(2).standard_normal((1, 5, 5))
 
-    def expand(carry, tokens_BxK, depth, words_BxKxW):
-        jax.debug.callback(
-            lambda tokens, depth, words: seen.update({int(depth): (np.asarray(tokens), np.asarray(words))}),
-            tokens_BxK,
-            depth,
-            words_BxKxW,
-        )
-        return jnp.take_along_axis(jnp.asarray(tables, jnp.float32), tokens_BxK[..., None], axis=1), carry
+    def expand(carry, level):
+        jax.debug.callback(lambda level: seen.update({int(level.depth): jax.device_get(level)}), level)
+        return jnp.take_along_axis(jnp.asarray(tables, jnp.float32), level.tokens_BxM[..., None], axis=1), carry
 
     growth.grow(beam, jnp.asarray(tables[:, 0], jnp.float32), expand, ())
     jax.effects_barrier()
     table, rows = log_softmax(tables[0]), {}
     for depth in (1, 2, 3):
-        tokens, words = seen[depth]
+        level = seen[depth]
+        assert level.tail == (depth - 1) * 3
         for slot in range(3):
             row = (depth - 1) * 3 + slot
-            above = [r for r in range(9) if words[0, slot, 0] >> r & 1]
+            above = [r for r in range(9) if level.words_BxMxW[0, slot, 0] >> r & 1]
             assert above[-1] == row and len(above) == depth
-            rows[row] = (*(rows[above[-2]] if depth > 1 else ()), int(tokens[0, slot]))
+            assert level.parent_BxM[0, slot] == (above[-2] if depth > 1 else 9), "the row of its parent; 9 is the root"
+            rows[row] = (*(rows[above[-2]] if depth > 1 else ()), int(level.tokens_BxM[0, slot]))
     best = sorted(((table[0][a] + table[a][b], (a, b)) for a in range(5) for b in range(5)), reverse=True)
     assert rows[3] in [path for _, path in best[:3]]
